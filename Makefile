@@ -1,0 +1,60 @@
+# Each target does all of its own set-up in .venv and may be interrupted and run again.
+PYTHON ?= python3
+FRAMEWORK ?= jax
+DEMO_ARGS ?=
+TEST_ARGS ?= -n 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+DEMO_READY := $(VENV)/ready-demo-$(FRAMEWORK)
+DEV_READY := $(VENV)/ready-dev
+DOCS_READY := $(VENV)/ready-docs
+SETUP := pyproject.toml constraints.txt Makefile
+
+.PHONY: demo test lint format bench docs clean
+.DEFAULT_GOAL := demo
+
+demo: $(DEMO_READY)
+	$(BIN)/microbatch demo --framework $(FRAMEWORK) $(DEMO_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(DEV_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --summarize-errors
+
+format: $(DEV_READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV_READY)
+	for file in benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+docs: $(DOCS_READY)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site report.html .pytest_cache .ruff_cache
+
+# The stamps are written last, so an interrupted installation is taken up again by the next run.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "microbatch needs Python 3.11 or later; choose one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up .venv (once; a few minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO_READY): $(SETUP) | $(BIN)/python
+	test -e $(DEV_READY) -a $(DEV_READY) -nt pyproject.toml -a $(DEV_READY) -nt constraints.txt || \
+	  $(PIP) -c constraints.txt -e '.[demo,$(FRAMEWORK)]'
+	touch $@
+
+$(DEV_READY): $(SETUP) | $(BIN)/python
+	$(PIP) -c constraints.txt -e '.[dev]'
+	$(PIP) -c constraints.txt --no-deps jax-privacy dp-accounting
+	touch $@
+
+$(DOCS_READY): $(DEV_READY)
+	$(PIP) -c constraints.txt -e '.[dev,docs]'
+	touch $@
