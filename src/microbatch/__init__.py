@@ -1,0 +1,27 @@
+"""Any batch size, in the memory you have, with the same answer.
+
+The transformations are in the front of your framework: `microbatch.jax`, `microbatch.torch` or `microbatch.numpy`.
+Importing this package imports no framework.
+"""
+
+from microbatch._accumulation import AccumulationType, Accumulator, Carry
+from microbatch._errors import (
+    AccumulatorError,
+    BatchError,
+    CheckpointError,
+    EmptyStream,
+    MicrobatchError,
+    MicrobatchSizeError,
+)
+
+__all__ = [
+    "AccumulationType",
+    "Accumulator",
+    "AccumulatorError",
+    "BatchError",
+    "Carry",
+    "CheckpointError",
+    "EmptyStream",
+    "MicrobatchError",
+    "MicrobatchSizeError",
+]
