@@ -127,27 +127,38 @@ class Rule(NamedTuple):
 def leaf_rule(kind: AccumulationType, ops: ArrayOps) -> Rule:
     """The functions of `kind` in the array functions of a front; CONCAT is a matter of rows, not of algebra."""
 
-    def as_is(carry: Any, total: Any) -> Any:
+    def kept(carry: Any, total: Any) -> Any:
         return carry
 
-    match kind:
-        case AccumulationType.SUM:
-            return Rule(ops.zeros, lambda c, x, w, t: ops.add(c, x, None), as_is, wide=True)
-        case AccumulationType.MEAN:
-            add = lambda c, x, w, t: ops.add(c, x, w)  # noqa: E731
-            return Rule(ops.zeros, add, ops.divide, needs_total=True, wide=True)
-        case AccumulationType.RUNNING_MEAN:
-            blend = lambda c, x, w, t: ops.blend(c, x, w, t)  # noqa: E731
-            return Rule(ops.zeros, blend, as_is, needs_total=True, wide=True)
-        case AccumulationType.MAX:
-            lowest = lambda spec, dtype: ops.lowest(spec)  # noqa: E731
-            return Rule(lowest, lambda c, x, w, t: ops.maximum(c, x), as_is)
-        case AccumulationType.MIN:
-            highest = lambda spec, dtype: ops.highest(spec)  # noqa: E731
-            return Rule(highest, lambda c, x, w, t: ops.minimum(c, x), as_is)
-        case AccumulationType.LAST:
-            return Rule(ops.zeros, lambda c, x, w, t: ops.replace(c, x), as_is)
-    raise AccumulatorError(f"{kind} has no rule on a single leaf")
+    rules = {
+        AccumulationType.SUM: Rule(
+            ops.zeros, lambda carry, x, weight, total: ops.add(carry, x, None), kept, wide=True
+        ),
+        AccumulationType.MEAN: Rule(
+            ops.zeros,
+            lambda carry, x, weight, total: ops.add(carry, x, weight),
+            ops.divide,
+            needs_total=True,
+            wide=True,
+        ),
+        AccumulationType.RUNNING_MEAN: Rule(
+            ops.zeros, ops.blend, kept, needs_total=True, wide=True
+        ),
+        AccumulationType.MAX: Rule(
+            lambda spec, dtype: ops.lowest(spec),
+            lambda carry, x, weight, total: ops.maximum(carry, x),
+            kept,
+        ),
+        AccumulationType.MIN: Rule(
+            lambda spec, dtype: ops.highest(spec),
+            lambda carry, x, weight, total: ops.minimum(carry, x),
+            kept,
+        ),
+        AccumulationType.LAST: Rule(
+            ops.zeros, lambda carry, x, weight, total: ops.replace(carry, x), kept
+        ),
+    }
+    return rules[kind]
 
 
 NARROW = frozenset({"float16", "bfloat16"})
@@ -155,9 +166,7 @@ NARROW = frozenset({"float16", "bfloat16"})
 
 def accumulates_wider(dtype_name: str) -> bool:
     """Whether sums of this dtype are held in float32: a hundred bfloat16 ones already lose count."""
-    return (
-        dtype_name in NARROW or dtype_name.startswith("float8") or dtype_name.startswith("float4")
-    )
+    return dtype_name in NARROW or dtype_name.startswith(("float8", "float4"))
 
 
 MEANS = (AccumulationType.MEAN, AccumulationType.RUNNING_MEAN)
