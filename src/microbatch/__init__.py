@@ -8,10 +8,13 @@ from microbatch._accumulation import AccumulationType, Accumulator, Carry
 from microbatch._errors import (
     AccumulatorError,
     BatchError,
+    BudgetError,
     CheckpointError,
+    DifferentError,
     EmptyStream,
     MicrobatchError,
     MicrobatchSizeError,
+    PlanError,
 )
 
 __all__ = [
@@ -19,9 +22,12 @@ __all__ = [
     "Accumulator",
     "AccumulatorError",
     "BatchError",
+    "BudgetError",
     "Carry",
     "CheckpointError",
+    "DifferentError",
     "EmptyStream",
     "MicrobatchError",
     "MicrobatchSizeError",
+    "PlanError",
 ]
