@@ -11,10 +11,15 @@ from microbatch._errors import (
     BudgetError,
     CheckpointError,
     DifferentError,
+    DistributedError,
     EmptyStream,
+    GraphError,
+    HookError,
     MicrobatchError,
     MicrobatchSizeError,
+    OutOfMemory,
     PlanError,
+    RowMixingError,
 )
 
 __all__ = [
@@ -26,8 +31,13 @@ __all__ = [
     "Carry",
     "CheckpointError",
     "DifferentError",
+    "DistributedError",
     "EmptyStream",
+    "GraphError",
+    "HookError",
     "MicrobatchError",
     "MicrobatchSizeError",
+    "OutOfMemory",
     "PlanError",
+    "RowMixingError",
 ]
