@@ -1,0 +1,245 @@
+"""The search against brute force, budgets, and what a plan says."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from microbatch._errors import BudgetError
+from microbatch._memory import (
+    Budget,
+    control_group_bytes,
+    format_bytes,
+    host_memory_bytes,
+    resolve_budget,
+)
+from microbatch._planning import candidate_sizes, is_affine, lower_to, make_plan, search
+
+BATCHES = st.integers(1, 3000) | st.sampled_from([4096, 2**20, 720_720, 1021])
+
+
+def largest_that_fits(probe, budget_bytes, sizes):
+    return max((s for s in sizes if probe(s) <= budget_bytes), default=None)
+
+
+def plan_of(probe, batch_size, budget_bytes, *, remainder=False, seconds=None, whole_saves=0):
+    sizes = candidate_sizes(batch_size, remainder=remainder)
+    found = search(probe, batch_size, budget_bytes, sizes, whole_saves=whole_saves)
+    return make_plan(
+        found,
+        sizes,
+        Budget(budget_bytes, "given"),
+        name="loss",
+        framework="jax",
+        batch_size=batch_size,
+        remainder=remainder,
+        seconds=seconds,
+    )
+
+
+@given(BATCHES, st.integers(0, 10**9), st.integers(1, 10**7), st.floats(0, 1.3), st.booleans())
+def test_affine_programs_take_four_probes_and_give_the_largest(
+    batch_size, fixed, per_row, share, remainder
+):
+    sizes = candidate_sizes(batch_size, remainder=remainder)
+    budget = int((fixed + per_row * batch_size) * share)
+    calls = []
+
+    def probe(size):
+        calls.append(size)
+        return fixed + per_row * size
+
+    found = search(probe, batch_size, budget, sizes)
+    assert found.microbatch_size == largest_that_fits(probe, budget, sizes)
+    assert found.affine
+    assert len(found.probed) <= 4
+    assert len(calls[: len(found.probed)]) == len(set(calls[: len(found.probed)]))
+
+
+@given(BATCHES, st.integers(0, 10**6), st.integers(1, 10**4), st.floats(0, 1.2), st.integers(0, 1))
+def test_a_whole_batch_without_loop_and_accumulator_is_found(
+    batch_size, fixed, per_row, share, early
+):
+    accumulator = fixed // 2
+    probe = lambda size: fixed + per_row * size - (accumulator if size == batch_size else 0)
+    sizes = candidate_sizes(batch_size, remainder=False)
+    budget = int((fixed + per_row * batch_size) * share)
+    found = search(probe, batch_size, budget, sizes, whole_saves=accumulator)
+    assert found.microbatch_size == largest_that_fits(probe, budget, sizes)
+    assert len(found.probed) <= 4 or not found.affine
+
+
+@given(BATCHES, st.lists(st.integers(0, 10**6), min_size=400, max_size=400), st.floats(0, 1.1))
+def test_any_growing_program_never_gives_a_size_that_does_not_fit(batch_size, steps, share):
+    sizes = candidate_sizes(batch_size, remainder=False)
+    total, growing = 0, {}
+    for size, step in zip(sizes, steps, strict=False):
+        total += step
+        growing[size] = total
+    budget = int(total * share)
+    found = search(growing.__getitem__, batch_size, budget, sizes)
+    assert len(found.probed) <= 4 + 2 * len(sizes).bit_length()
+    if found.microbatch_size is None:
+        assert growing[sizes[0]] > budget
+    else:
+        assert found.probed[found.microbatch_size] <= budget
+        if not found.affine:
+            assert found.microbatch_size == largest_that_fits(growing.__getitem__, budget, sizes)
+
+
+def test_a_switch_of_algorithm_is_said_and_bisected():
+    probe = lambda size: 10 * size if size < 256 else 40 * size
+    plan = plan_of(probe, 4096, 12_000)
+    assert plan.microbatch_size == 256
+    assert not plan.affine
+    assert "not affine" in plan.explanation
+    assert is_affine({1: 10, 2: 20, 4: 40}, 8) and not is_affine({1: 10, 2: 30, 4: 40}, 8)
+
+
+def test_divisors_are_preferred_and_a_remainder_is_offered_where_much_better():
+    prime = plan_of(lambda size: 100 * size, 1021, 30_000)
+    assert prime.microbatch_size == 1
+    assert prime.with_remainder == 256  # the most even cut that fits: 4 pieces
+    assert 'remainder="allow"' in prime.explanation
+    allowed = plan_of(lambda size: 100 * size, 1021, 30_000, remainder=True)
+    assert allowed.microbatch_size == 256
+    assert [c.tail for c in allowed.candidates if c.microbatch_size == 256] == [1021 % 256]
+    near = plan_of(lambda size: 100 * size, 1000, 30_000, remainder=True)
+    assert near.microbatch_size == 250  # 250 divides; every size up to 300 would fit
+
+
+def test_M3_says_that_microbatching_will_not_help_and_why():
+    whole_saves = 400 * 2**20
+    probe = lambda size: 1200 * 2**20 + 2**10 * size - (whole_saves if size == 64 else 0)
+    plan = plan_of(probe, 64, 4 * 2**30, whole_saves=whole_saves)
+    assert plan.microbatch_size == 64
+    assert not plan.helps
+    assert "Microbatching will not help" in plan.explanation
+    assert "1.2 GiB" in plan.explanation and "800 MiB" in plan.explanation
+
+
+def test_nothing_fits_says_what_is_fixed():
+    plan = plan_of(lambda size: 10_000 + size, 64, 5_000)
+    assert plan.microbatch_size is None and not plan.fits and plan.exit_code == 1
+    assert plan.num_microbatches == 0
+    assert "Nothing fits" in plan.explanation and "cannot help" in plan.explanation
+
+
+def test_the_fastest_that_fits_is_chosen_where_time_was_measured():
+    plan = plan_of(lambda size: size, 64, 40, seconds={32: 2.0, 16: 1.0, 8: 1.5})
+    assert plan.microbatch_size == 16
+    assert "1.5" in str(plan)
+
+
+def test_several_processes_take_the_smallest():
+    plan = plan_of(lambda size: size, 64, 40)
+    lowered = lower_to(plan, 9, candidate_sizes(64, remainder=False))
+    assert (plan.microbatch_size, lowered.microbatch_size) == (32, 8)
+    assert lowered.num_microbatches == 8
+    assert "Another process" in lowered.explanation
+    assert lower_to(plan, 64, ()) is plan
+
+
+def test_a_plan_prints_and_serialises():
+    plan = plan_of(lambda size: 2**20 * size, 8, 5 * 2**20)
+    assert json.loads(json.dumps(plan.to_dict()))["microbatch_size"] == 4
+    assert str(plan) == (
+        "plan(loss): 8 rows, budget 5.0 MiB (given)\n"
+        "\n"
+        "rows  microbatches    memory  fits\n"
+        "   1             8  ~1.0 MiB   yes\n"
+        "   2             4   2.0 MiB   yes\n"
+        "   4             2   4.0 MiB   yes  <-\n"
+        "   8             1  ~8.0 MiB    no\n"
+        "\n"
+        "4 rows a microbatch (2 microbatches) need 4.0 MiB of 5.0 MiB."
+    )
+    assert "<table>" in plan._repr_html_()
+
+
+def test_html_shows_a_hostile_name_as_text():
+    sizes = candidate_sizes(4, remainder=False)
+    found = search(lambda size: size, 4, 10, sizes)
+    plan = make_plan(
+        found,
+        sizes,
+        Budget(10, "given"),
+        name="<script>alert(1)</script>",
+        framework="jax",
+        batch_size=4,
+        remainder=False,
+    )
+    assert "<script>" not in plan._repr_html_() and "&lt;script&gt;" in plan._repr_html_()
+
+
+def test_a_plan_draws_itself():
+    pytest.importorskip("matplotlib")
+    plain = plan_of(lambda size: size, 64, 40)
+    timed = plan_of(lambda size: size, 64, 40, seconds={32: 2.0, 16: 1.0})
+    assert len(plain.plot().axes) == 1
+    assert len(timed.plot().axes) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ("12GiB", 12 * 2**30),
+        ("12 gib", 12 * 2**30),
+        ("1.5GB", 1_500_000_000),
+        ("512 b", 512),
+        (7, 7),
+        ("80%", 800),
+        ("12.5 %", 125),
+        (None, 900),
+    ],
+)
+def test_budgets_are_read(given, count):
+    assert resolve_budget(given, 1000, "cpu").bytes == count
+
+
+@pytest.mark.parametrize(
+    "given", ["12", "12 bananas", "", "0%", "101%", "-3GiB", 0, -5, True, 0.9, "GiB", "1..5GB"]
+)
+def test_budgets_that_cannot_be_read_are_refused(given):
+    with pytest.raises(BudgetError, match="80%"):
+        resolve_budget(given, 1000, "cpu")
+
+
+@pytest.mark.parametrize("given", [None, "50%"])
+def test_unknown_memory_asks_for_a_number(given):
+    with pytest.raises(BudgetError, match=r'unknown[\s\S]*memory_budget="12GiB"'):
+        resolve_budget(given, None, "tpu:0")
+    assert resolve_budget("1GiB", None, "tpu:0").bytes == 2**30
+
+
+def test_control_groups_of_both_versions(tmp_path):
+    membership, root = tmp_path / "cgroup", tmp_path / "fs"
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "memory").mkdir()
+    membership.write_text("0::/a/b\n")
+    assert control_group_bytes(membership, root) is None
+    (root / "a" / "b" / "memory.max").write_text("max\n")
+    (root / "a" / "memory.max").write_text("5000\n")
+    assert control_group_bytes(membership, root) == 5000
+    # Version 1, whose group lies outside what the container shows.
+    membership.write_text("4:cpu,memory:/host/path\n1:cpu:/x\n")
+    (root / "memory" / "memory.limit_in_bytes").write_text("7000\n")
+    assert control_group_bytes(membership, root) == 7000
+    (root / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert control_group_bytes(membership, root) is None
+    assert control_group_bytes(tmp_path / "missing", root) is None
+
+
+def test_the_host_has_memory():
+    assert host_memory_bytes() > 2**28
+
+
+def test_format_bytes():
+    assert [format_bytes(n) for n in (0, 1023, 1024, 3 * 2**30, 2**41)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "3.0 GiB",
+        "2.0 TiB",
+    ]
