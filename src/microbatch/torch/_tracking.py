@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # no public mode sees every kernel call
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 # The granularity of PyTorch's caching allocator on CUDA; a CPU's is not worth modelling.
 CUDA_BLOCK_BYTES = 512
@@ -33,9 +33,15 @@ class TensorBytes(TorchDispatchMode):
     (8000, 4040)
     """
 
-    def __init__(self, replace_fn: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """`replace_fn` gives the tensor to use in place of each input (fake twins of real parameters)."""
+    def __init__(
+        self,
+        replace_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`replace_fn` gives the tensor to use in place of each input; `device` counts only tensors of its type."""
         super().__init__()
+        self._device_type = None if device is None else torch.device(device).type
         self.live_bytes = 0
         self.peak_bytes = 0
         self._replace_fn = replace_fn
@@ -60,13 +66,17 @@ class TensorBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._replace_fn is not None:
-            args, kwargs = torch.utils._pytree.tree_map_only(
-                torch.Tensor, self._replace_fn, (args, kwargs)
-            )
-        self.hold(tree_iter((args, kwargs)))
+            replaced = [self._replace_fn(tensor) for tensor in inputs]
+            if any(new is not old for new, old in zip(replaced, inputs, strict=True)):
+                args, kwargs = tree_map_only(torch.Tensor, self._replace_fn, (args, kwargs))
+            inputs = replaced
+        self.hold(inputs)
         result = func(*args, **kwargs)
-        self.hold(tree_iter(result))
+        self.hold([result] if isinstance(result, torch.Tensor) else tree_iter(result))
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -80,26 +90,29 @@ class TensorBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         # The storage's own address: a Python wrapper may be made anew, the storage is the same.
         key = storage._cdata
-        size = _rounded(storage.nbytes(), tensor.device)
         known = self._known.get(key)
+        if known is not None and known.nbytes == storage.nbytes():
+            return
+        if self._device_type not in (None, tensor.device.type):
+            return
+        nbytes = storage.nbytes()
+        counted = _rounded(nbytes, tensor.device)
         if known is None:
             ended = weakref.finalize(storage, self._forget, key)
             ended.atexit = False
-            self._known[key] = _Storage(size)
-            self.live_bytes += size
-        elif known.size != size:
-            self.live_bytes += size - known.size
-            known.size = size
+            known = self._known[key] = _Storage()
+        self.live_bytes += counted - known.counted
+        known.nbytes, known.counted = nbytes, counted
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._known.pop(key).size
+        self.live_bytes -= self._known.pop(key).counted
 
 
 class _Storage:
-    __slots__ = ("size",)
+    __slots__ = ("counted", "nbytes")
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
+        self.nbytes = self.counted = 0
 
 
 def tensor_bytes(tree: Any) -> int:
