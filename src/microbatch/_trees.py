@@ -54,6 +54,32 @@ def map_prefix(
     return _rebuild(tree, mapped)
 
 
+def map_subtrees(
+    fn: Callable[[Any, str, Any], Any],
+    prefix: Any,
+    tree: Any,
+    path: str = "",
+    *,
+    is_prefix_leaf: Callable[[Any], bool] = lambda _: False,
+) -> Any:
+    """`tree` with ``fn(entry, path, subtree)`` in place of the subtree that each entry of `prefix` stands for.
+
+    >>> map_subtrees(lambda name, path, part: (name, path, part), ("a", "b"), (5, {"x": 2}))
+    (('a', '[0]', 5), ('b', '[1]', {'x': 2}))
+    """
+    if is_prefix_leaf(prefix) or _children(prefix) is None:
+        return fn(prefix, path, tree)
+    children = _children(tree)
+    if children is None:
+        raise MicrobatchError(f"{structure_words(prefix)} stands where there is a single value")
+    entries = _matching(tree, prefix)
+    mapped = [
+        map_subtrees(fn, entry, child, path + step, is_prefix_leaf=is_prefix_leaf)
+        for entry, (step, child) in zip(entries, children, strict=True)
+    ]
+    return _rebuild(tree, mapped)
+
+
 def structure_words(tree: Any) -> str:
     """The tree with ``*`` for each leaf: ``(*, {'x': *})``."""
     children = _children(tree)

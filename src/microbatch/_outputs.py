@@ -1,0 +1,98 @@
+"""Which accumulator each part of an output has, for fronts without a tree library of their own."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from microbatch._accumulation import (
+    MEANS,
+    AccumulationType,
+    Accumulator,
+    Carry,
+    as_accumulator,
+)
+from microbatch._errors import AccumulatorError, MicrobatchError
+from microbatch._trees import leaves_with_paths, map_leaves, map_subtrees, structure_words
+
+
+class Part(NamedTuple):
+    """One leaf of the output with a kind, or one subtree with an `Accumulator` or a `Carry`."""
+
+    accumulator: AccumulationType | Accumulator | Carry
+    path: str
+    value: Any
+
+
+def canonical(where: str, accumulator: Any) -> Any:
+    """The accumulators' tree in this library's own types; an unknown entry is refused with its path."""
+
+    def known(entry: Any, path: str, _: Any) -> Any:
+        found = as_accumulator(entry)
+        if found is None and entry is not None:
+            raise AccumulatorError(
+                f"{where}: accumulator{path} is {entry!r}, not an accumulator.\n"
+                f"Use one of {', '.join(AccumulationType.__members__)}, an Accumulator, or a Carry."
+            )
+        return found
+
+    return map_subtrees(known, accumulator, accumulator, is_prefix_leaf=_is_accumulator)
+
+
+def parts_of(where: str, accumulator: Any, output: Any) -> list[Part]:
+    """The parts of one microbatch's output in order; `accumulator` is `canonical` and a prefix of the output."""
+    parts: list[Part] = []
+
+    def collect(entry: Any, path: str, subtree: Any) -> None:
+        if isinstance(entry, AccumulationType):
+            parts.extend(Part(entry, *leaf) for leaf in leaves_with_paths(subtree, path))
+        else:
+            parts.append(Part(entry, path, subtree))
+
+    try:
+        map_subtrees(collect, accumulator, output, "output", is_prefix_leaf=_is_accumulator)
+    except AccumulatorError:
+        raise
+    except MicrobatchError as error:
+        raise AccumulatorError(
+            f"{where}: the accumulator is not a prefix of the output.\n"
+            f"accumulator: {structure_words(accumulator)}\n"
+            f"output:      {structure_words(output)}\n"
+            "Give one accumulator for the whole output, or one per part of it."
+        ) from error
+    return parts
+
+
+def assemble(accumulator: Any, output: Any, results: Sequence[Any]) -> Any:
+    """`output` with the results in place of its parts."""
+    remaining = iter(results)
+
+    def place(entry: Any, path: str, subtree: Any) -> Any:
+        if isinstance(entry, AccumulationType):
+            return map_leaves(lambda _: next(remaining), subtree)
+        return next(remaining)
+
+    return map_subtrees(place, accumulator, output, is_prefix_leaf=_is_accumulator)
+
+
+def check_can_average(
+    where: str, kind: AccumulationType, path: str, dtype_name: str, inexact: bool
+) -> None:
+    """Refuses means of integers and booleans: their dtype cannot hold the result."""
+    if kind in MEANS and not inexact:
+        raise AccumulatorError(
+            f"{where}: {path} has dtype {dtype_name}, which {kind.name} cannot average.\n"
+            "Use SUM for it, or return it as a float."
+        )
+
+
+def check_can_weigh(where: str, accumulator: Accumulator, path: str) -> None:
+    """Refuses a custom accumulator over microbatches of unequal rows, unless it takes their weight."""
+    if not accumulator.takes_weight:
+        raise AccumulatorError(
+            f"{where}: the last microbatch has fewer rows, and the accumulator of {path} cannot "
+            "weigh it.\n"
+            "Give its update a keyword parameter weight, or use a microbatch_size that divides the batch."
+        )
+
+
+def _is_accumulator(entry: Any) -> bool:
+    return as_accumulator(entry) is not None

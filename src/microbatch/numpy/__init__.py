@@ -1,0 +1,13 @@
+"""Microbatching of NumPy functions: arrays that fit, memory maps that do not, and streams that never end."""
+
+from microbatch._accumulation import AccumulationType, Accumulator, Carry
+from microbatch.numpy._microbatch import microbatch
+from microbatch.numpy._rows import reshape_batch_axis
+
+__all__ = [
+    "AccumulationType",
+    "Accumulator",
+    "Carry",
+    "microbatch",
+    "reshape_batch_axis",
+]

@@ -1,0 +1,293 @@
+"""The accumulators on NumPy arrays: each part of the output as a fold over the microbatches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from microbatch._accumulation import (
+    EXTREMES,
+    AccumulationType,
+    Accumulator,
+    Carry,
+    accumulates_wider,
+    leaf_rule,
+)
+from microbatch._errors import AccumulatorError, EmptyStream
+from microbatch._outputs import Part, check_can_average, check_can_weigh
+from microbatch._trees import leaves_with_paths, map_leaves
+
+
+class Step(NamedTuple):
+    """Which microbatch is being added.
+
+    Attributes:
+      index: its place among all microbatches.
+      rows: how many it has.
+      weight: its weight; None for 1.
+      total: the weight of those before it.
+      first: whether it is the first that is added.
+    """
+
+    index: int
+    rows: int
+    weight: Any = None
+    total: Any = 0
+    first: bool = False
+
+
+class Fold(NamedTuple):
+    """One part of the output over the microbatches.
+
+    Attributes:
+      init: the first carry.
+      update: ``update(carry, value, step)``; may reuse the carry's memory.
+      finalize: ``finalize(carry, total)``, in the dtype of the output.
+      skip: ``skip(carry, step)`` where a microbatch does not run.
+      alone: ``alone(value, step)``: the result where the only microbatch is the whole batch.
+      leaves: the carry as a list of arrays and numbers, to be saved.
+      from_leaves: its inverse.
+    """
+
+    init: Callable[[], Any]
+    update: Callable[[Any, Any, Step], Any]
+    finalize: Callable[[Any, Any], Any]
+    skip: Callable[[Any, Step], Any] = lambda carry, step: carry
+    alone: Callable[[Any, Step], Any] = lambda value, step: value
+    leaves: Callable[[Any], list[Any]] = lambda carry: [carry]
+    from_leaves: Callable[[list[Any]], Any] = lambda leaves: leaves[0]
+
+
+class _Ops:
+    """`ArrayOps` for NumPy; the carry's memory is reused."""
+
+    def zeros(self, spec: np.ndarray, dtype: Any) -> np.ndarray:
+        return np.zeros(spec.shape, dtype)
+
+    def lowest(self, spec: np.ndarray) -> np.ndarray:
+        return np.full(spec.shape, _limits(spec.dtype)[0], spec.dtype)
+
+    def highest(self, spec: np.ndarray) -> np.ndarray:
+        return np.full(spec.shape, _limits(spec.dtype)[1], spec.dtype)
+
+    def add(self, carry: np.ndarray, value: Any, weight: Any | None) -> np.ndarray:
+        if weight is not None:
+            value = np.multiply(value, weight, dtype=carry.dtype)
+        return np.add(carry, value, out=carry)
+
+    def blend(self, carry: np.ndarray, value: Any, weight: Any, total: Any) -> np.ndarray:
+        weight = 1 if weight is None else weight
+        # Two products, not carry + share · (value − carry): an infinite carry stays what it is.
+        np.multiply(carry, total / (total + weight), out=carry)
+        return self.add(carry, value, weight / (total + weight))
+
+    def divide(self, carry: np.ndarray, total: Any) -> np.ndarray:
+        return np.divide(carry, total, out=carry) if total else carry
+
+    def maximum(self, carry: np.ndarray, value: Any) -> np.ndarray:
+        return np.maximum(carry, value, out=carry)
+
+    def minimum(self, carry: np.ndarray, value: Any) -> np.ndarray:
+        return np.minimum(carry, value, out=carry)
+
+    def replace(self, carry: Any, value: Any) -> Any:
+        return value
+
+
+_OPS = _Ops()
+
+
+def make_folds(
+    where: str,
+    parts: Sequence[Part],
+    concat: Callable[[Part], Fold],
+    *,
+    initial: Callable[[Carry], Any],
+    accumulator_dtype: np.dtype | None,
+    ragged: bool,
+    weighted: bool,
+) -> list[Fold]:
+    """One fold per part of the output.
+
+    Args:
+      where: opens the messages.
+      parts: the parts of one microbatch's output; of their values, only the types matter.
+      concat: makes the fold of a CONCAT leaf.
+      initial: the argument that a `Carry` starts from.
+      accumulator_dtype: overrides the dtype of sums and means.
+      ragged: whether a microbatch may have fewer rows.
+      weighted: whether the weights come from `weight_fn`.
+    """
+
+    def make(part: Part) -> Fold:
+        accumulator, path, value = part
+        if isinstance(accumulator, Carry):
+            return _carried(accumulator, value, initial)
+        if isinstance(accumulator, Accumulator):
+            if ragged:
+                check_can_weigh(where, accumulator, path)
+            return _custom(accumulator, value, weighted)
+        if accumulator is AccumulationType.CONCAT:
+            return concat(part)
+        if accumulator is AccumulationType.LAST:
+            return _last(value)
+        return _reduced(where, accumulator, path, value, accumulator_dtype)
+
+    return [make(part) for part in parts]
+
+
+def refuse_extremes(where: str, parts: Sequence[Part]) -> None:
+    """MAX and MIN of zero rows have no value."""
+    for accumulator, path, _ in parts:
+        if accumulator in EXTREMES:
+            raise EmptyStream(
+                f"{where}: {accumulator.name} of zero rows has no value ({path}).\n"
+                "Give at least one row."
+            )
+
+
+def refuse_change(
+    where: str, kind: AccumulationType, path: str, index: int, before: np.ndarray, now: np.ndarray
+) -> NoReturn:
+    """An output whose type changes from one microbatch to the next does not combine."""
+    advice = {
+        AccumulationType.CONCAT: "Return equally many rows for each row of the microbatch, in one dtype."
+    }.get(kind, "Use CONCAT for outputs with rows, or return one shape and dtype.")
+    raise AccumulatorError(
+        f"{where}: {path} is {type_words(now)} in microbatch {index} and {type_words(before)} "
+        f"before it; {kind.name} cannot combine them.\n{advice}"
+    )
+
+
+def restore(carry: Any, like: Any) -> Any:
+    """`carry` in the dtype and type of `like`: an array, a NumPy scalar or a Python number."""
+    if isinstance(like, np.ndarray):
+        return carry.astype(like.dtype, copy=False)
+    result = carry.astype(np.asarray(like).dtype, copy=False)
+    return result[()] if isinstance(like, np.generic) else result.item()
+
+
+def _reduced(
+    where: str, kind: AccumulationType, path: str, value: Any, accumulator_dtype: np.dtype | None
+) -> Fold:
+    """SUM, MEAN, RUNNING_MEAN, MAX and MIN of one leaf."""
+    spec = _numeric(where, kind, path, value)
+    check_can_average(where, kind, path, spec.dtype.name, not _is_integer(spec.dtype))
+    rule = leaf_rule(kind, _OPS)
+    dtype = _carry_dtype(spec.dtype, accumulator_dtype) if rule.wide else spec.dtype
+    shape, like = spec.shape, _typed(value)
+    writes_first = kind in (AccumulationType.SUM, AccumulationType.MEAN)
+
+    def update(carry: np.ndarray, value: Any, step: Step) -> np.ndarray:
+        array = np.asarray(value)
+        if array.shape != shape or not np.can_cast(array.dtype, spec.dtype):
+            refuse_change(where, kind, path, step.index, spec, array)
+        if step.first and writes_first:
+            # Written, not added to zeros: −0.0 keeps its sign.
+            weight = 1 if step.weight is None else step.weight
+            carry[...] = array if weight == 1 else np.multiply(array, weight, dtype=dtype)
+            return carry
+        return rule.update(carry, array, step.weight, step.total)
+
+    return Fold(
+        init=lambda: rule.init(spec, dtype),
+        update=update,
+        finalize=lambda carry, total: restore(rule.finalize(carry, total), like),
+    )
+
+
+def _last(value: Any) -> Fold:
+    spec, like = spec_of(value), _typed(value)
+
+    def nothing() -> Any:
+        return restore(np.zeros(spec.shape, spec.dtype), like)
+
+    return Fold(init=nothing, update=lambda carry, x, step: x, finalize=lambda carry, total: carry)
+
+
+def _custom(accumulator: Accumulator, value: Any, weighted: bool) -> Fold:
+    def update(carry: Any, x: Any, step: Step) -> Any:
+        if not accumulator.takes_weight:
+            return accumulator.update(carry, x, step.index)
+        weight = step.weight if weighted else step.rows
+        return accumulator.update(carry, x, step.index, weight=weight)
+
+    spec = map_leaves(spec_of, value)
+    init = lambda: accumulator.init(spec)
+    return Fold(
+        init=init,
+        update=update,
+        finalize=lambda carry, total: accumulator.finalize(carry),
+        alone=lambda x, step: accumulator.finalize(update(init(), x, step)),
+        leaves=_leaves,
+        from_leaves=lambda leaves: _rebuilt(init(), leaves),
+    )
+
+
+def _carried(carry: Carry, value: Any, initial: Callable[[Carry], Any]) -> Fold:
+    like = map_leaves(lambda _: 0, value)
+    return Fold(
+        init=lambda: initial(carry),
+        update=lambda before, state, step: state,
+        finalize=lambda state, total: state,
+        leaves=_leaves,
+        from_leaves=lambda leaves: _rebuilt(like, leaves),
+    )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for _, leaf in leaves_with_paths(tree)]
+
+
+def _rebuilt(like: Any, leaves: list[Any]) -> Any:
+    remaining = iter(leaves)
+    return map_leaves(lambda _: next(remaining), like)
+
+
+def _numeric(where: str, kind: AccumulationType, path: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind in "SUT" or (array.dtype.kind == "O" and not hasattr(value, "__add__")):
+        raise AccumulatorError(
+            f"{where}: {path} is a {type(value).__name__}, which {kind.name} cannot combine.\n"
+            "Return arrays or numbers, or use LAST for it."
+        )
+    return spec_of(array)
+
+
+def spec_of(value: Any) -> np.ndarray:
+    """An array of zeros with the shape and dtype of `value` that takes no memory."""
+    array = np.asarray(value)
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
+
+
+def _typed(value: Any) -> Any:
+    """What `restore` needs of `value`, without its memory."""
+    return spec_of(value) if isinstance(value, np.ndarray) else value
+
+
+def type_words(array: np.ndarray) -> str:
+    return f"{array.dtype.name}{list(array.shape)}"
+
+
+def _carry_dtype(dtype: np.dtype, override: np.dtype | None) -> np.dtype:
+    """The dtype in which sums of `dtype` are held."""
+    if _is_integer(dtype) or dtype.kind == "O":
+        return dtype
+    if override is not None:
+        return np.promote_types(override, np.complex64) if dtype.kind == "c" else override
+    return np.dtype(np.float32) if accumulates_wider(dtype.name) else dtype
+
+
+def _is_integer(dtype: np.dtype) -> bool:
+    return dtype.kind in "iub" or dtype.name.startswith(("int", "uint"))
+
+
+def _limits(dtype: np.dtype) -> tuple[Any, Any]:
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return limits.min, limits.max
+    if dtype.kind == "b":
+        return False, True
+    if dtype.kind == "c":
+        return complex(-np.inf, -np.inf), complex(np.inf, np.inf)
+    return -np.inf, np.inf

@@ -1,0 +1,409 @@
+"""`microbatch` on NumPy arrays: a Python loop over views of the batch."""
+
+import functools
+import math
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from microbatch._accumulation import AccumulationType, Carry
+from microbatch._checks import (
+    Leaf,
+    Slot,
+    as_argnames,
+    as_argnums,
+    batch_size_of,
+    check_choice,
+    check_declared,
+    check_size,
+    locate,
+    name_of,
+    per_argument,
+    signature_of,
+)
+from microbatch._errors import AccumulatorError, BatchError, MicrobatchError, MicrobatchSizeError
+from microbatch._outputs import Part, assemble, canonical, parts_of
+from microbatch._splitting import Order, Remainder, Split, make_split
+from microbatch._trees import leaves_with_paths, map_leaves, map_prefix, map_subtrees
+from microbatch.numpy._folds import Fold, Step, make_folds, refuse_extremes
+from microbatch.numpy._rows import batch_concat, shape_of, take
+
+
+def microbatch(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    microbatch_size: int | None,
+    accumulator: Any = AccumulationType.SUM,
+    *,
+    argnames: str | Sequence[str] = (),
+    in_axes: Any = 0,
+    num_real_microbatches: int | None = None,
+    num_microbatches: int | None = None,
+    order: Order = "contiguous",
+    remainder: Remainder = "error",
+    weight_fn: Callable[..., Any] | None = None,
+    accumulator_dtype: Any = None,
+    out: Any = None,
+) -> Callable[..., Any]:
+    """Evaluates `fun` on a few rows of the batch at a time and combines the outputs.
+
+    The function returned by ``microbatch(fun, 0, m)`` is equivalent to::
+
+        def microbatched(batch):
+            total = 0
+            for i in range(len(batch) // m):
+                total += fun(batch[i * m : (i + 1) * m])
+            return total
+
+    The batch is never copied and only one microbatch of it is touched at a time, so it may be a memory map
+    larger than memory, or anything else that has a `shape` and can be sliced.
+
+    Args:
+      fun: any function of arrays and trees of them (dicts, lists, tuples, named tuples). A batch argument's leaves
+        are ``[B, ...]``; `fun` sees ``[m, ...]``.
+      argnums: the positions of the batch arguments; negative numbers count from the end.
+      microbatch_size: m, rows in a microbatch. None returns `fun`, unless `num_microbatches` is given.
+      accumulator: how the outputs combine: one kind, or a tree of them that is a prefix of the output.
+        See `AccumulationType`, `Accumulator` and `Carry`.
+      argnames: batch arguments by name. Either way of naming goes with either way of passing.
+      in_axes: the axis of the rows: one integer, or one per batch argument (`argnums` first, then `argnames`), each
+        an integer or a tree of them that is a prefix of the argument. Negative axes are resolved leaf by leaf.
+      num_real_microbatches: k, stop after so many; clamped to [0, n].
+      num_microbatches: at most so many microbatches, instead of `microbatch_size`.
+      order: "contiguous": microbatch i holds rows i·m … i·m + m − 1, which is what a disk likes; "strided": rows i,
+        i + n, …. The result's rows are in the batch's own order with both.
+      remainder: "error" refuses a batch that m does not divide; "allow" makes the last microbatch a smaller one.
+      weight_fn: maps the arguments of `fun` to the microbatch's weight in MEAN and RUNNING_MEAN, in any unit (rows,
+        valid tokens). Default: rows. A microbatch of weight 0 is skipped.
+      accumulator_dtype: holds sums and means in this dtype. Default: float32 for float16 and bfloat16, the output's
+        own dtype for others. The result has the output's dtype.
+      out: an array to write a CONCAT output into, a `np.memmap` for example; or a tree that is a prefix of the output,
+        None where there is nothing to write into. The result holds this array.
+
+    Returns:
+      A function of the arguments of `fun`.
+
+    Raises:
+      MicrobatchSizeError: the size is not a positive integer, or does not divide the batch.
+      BatchError: no batch argument, one that the call lacks, one without rows, or unequal rows.
+      AccumulatorError: an unknown accumulator, one that does not fit the output or cannot take its dtype, or an
+        `out` of another shape.
+      EmptyStream: MAX or MIN of zero rows.
+
+    ==========================  =======================================================================
+    input                       result
+    ==========================  =======================================================================
+    one microbatch              ``fun`` of the whole batch, bit for bit
+    zero rows                   SUM and MEAN zeros, CONCAT an empty array; `fun` runs once, on zero rows
+    k = 0, or total weight 0    zeros; `fun` runs once for the shapes and its output is thrown away
+    k < n                       SUM of k; MEAN divided by all n, with `weight_fn` by the weights that ran;
+                                RUNNING_MEAN of k; CONCAT zeros in the rows that did not run
+    weight 0, output NaN        the microbatch is skipped: no NaN
+    NaN, weight ≠ 0             NaN, as the whole batch would give
+    integers                    SUM keeps their dtype; MEAN and RUNNING_MEAN refuse them
+    ==========================  =======================================================================
+
+    >>> x = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    >>> totals = lambda x: {"sum": x.sum(), "square": x**2}
+    >>> kinds = {"sum": AccumulationType.SUM, "square": AccumulationType.CONCAT}
+    >>> result = microbatch(totals, 0, 2, kinds, remainder="allow")(x)
+    >>> float(result["sum"]), result["square"]
+    (15.0, array([ 1.,  4.,  9., 16., 25.]))
+    >>> float(microbatch(np.mean, 0, 2, AccumulationType.MEAN, remainder="allow")(x))
+    3.0
+    """
+    if microbatch_size is None and num_microbatches is None:
+        return fun
+    where = f"microbatch({name_of(fun)})"
+    settings = _Settings(
+        where=where,
+        signature=signature_of(fun),
+        argnums=as_argnums(where, argnums),
+        argnames=as_argnames(where, argnames),
+        in_axes=in_axes,
+        size=_checked_size(where, "microbatch_size", microbatch_size),
+        count=_checked_size(where, "num_microbatches", num_microbatches),
+        limit=_checked_limit(where, num_real_microbatches),
+        order=check_choice(where, "order", order, ("strided", "contiguous")),
+        remainder=check_choice(where, "remainder", remainder, ("error", "allow")),
+        accumulator=canonical(where, accumulator),
+        accumulator_dtype=checked_dtype(where, accumulator_dtype),
+    )
+    if microbatch_size is not None and num_microbatches is not None:
+        raise MicrobatchSizeError(
+            f"{where}: microbatch_size={microbatch_size} and num_microbatches={num_microbatches} are both given.\n"
+            "Give one of them, and None for microbatch_size with num_microbatches."
+        )
+    check_declared(where, settings.signature, settings.argnums, settings.argnames)
+
+    @functools.wraps(fun)
+    def microbatched(*args: Any, **kwargs: Any) -> Any:
+        return _run(fun, settings, weight_fn, out, args, kwargs)
+
+    return microbatched
+
+
+class _Settings(NamedTuple):
+    """The arguments of `microbatch`, checked."""
+
+    where: str
+    signature: Any
+    argnums: tuple[int, ...]
+    argnames: tuple[str, ...]
+    in_axes: Any
+    size: int | None
+    count: int | None
+    limit: int | None
+    order: Order
+    remainder: Remainder
+    accumulator: Any
+    accumulator_dtype: np.dtype | None
+
+
+def _run(
+    fun: Callable[..., Any],
+    settings: _Settings,
+    weight_fn: Callable[..., Any] | None,
+    out: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    where, accumulator = settings.where, settings.accumulator
+    slots = locate(where, settings.signature, settings.argnums, settings.argnames, args, kwargs)
+    axes = per_argument(where, "in_axes", settings.in_axes, slots)
+    batch = {**dict(enumerate(args)), **kwargs}
+    batch_size, subject = batch_size_of(where, _batch_leaves(where, slots, axes, batch))
+    split = make_split(
+        batch_size,
+        settings.size,
+        settings.count,
+        order=settings.order,
+        remainder=settings.remainder,
+        subject=f"{where}: {subject}",
+    )
+    carried = _carried_slots(settings, slots, args, kwargs)
+    state = {key: batch[key] for key in carried.values()}
+
+    def arguments(rows: slice) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of `fun` for the rows `rows`."""
+        given = {**batch, **state}
+        for slot, axis in zip(slots, axes, strict=True):
+            given[slot.key] = map_prefix(lambda a, x: take(x, a, rows), axis, given[slot.key])
+        return [given[i] for i in range(len(args))], {name: given[name] for name in kwargs}
+
+    def folds_for(output: Any, rows: int) -> tuple[list[Part], list[Fold]]:
+        parts = parts_of(where, accumulator, output)
+        targets = out_by_path(where, parts, output, out)
+        folds = make_folds(
+            where,
+            parts,
+            lambda part: batch_concat(where, split, part, rows, targets.get(part.path)),
+            initial=lambda carry: state[carried[carry]],
+            accumulator_dtype=settings.accumulator_dtype,
+            ragged=split.tail > 0 and split.full > 0,
+            weighted=weight_fn is not None,
+        )
+        return parts, folds
+
+    def run_quietly(rows: slice) -> Any:
+        """The output on `rows` where only its types matter."""
+        given, named = arguments(rows)
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return fun(*given, **named)
+
+    if batch_size == 0:
+        output = run_quietly(slice(0, 0))
+        parts, folds = folds_for(output, 0)
+        refuse_extremes(where, parts)
+        return assemble(accumulator, output, [fold.finalize(fold.init(), 0) for fold in folds])
+
+    limit = split.num_microbatches
+    if settings.limit is not None:
+        limit = min(max(settings.limit, 0), limit)
+    folds: list[Fold] | None = None
+    skipped: list[Step] = []
+    total: Any = 0
+    for index in range(limit):
+        rows = split.size(index)
+        given, named = arguments(split.rows(index))
+        weight = _rows_weight(split, index)
+        if weight_fn is not None:
+            weight = checked_weight(where, weight_fn(*given, **named), index)
+            if weight == 0:
+                skipped.append(Step(index, rows))
+                continue
+        output = fun(*given, **named)
+        step = Step(index, rows, weight, total, first=folds is None)
+        if folds is None:
+            parts, folds = folds_for(output, rows)
+            paths, like = [part.path for part in parts], skeleton(output)
+            if split.num_microbatches == 1:
+                results = [f.alone(p.value, step) for f, p in zip(folds, parts, strict=True)]
+                return assemble(accumulator, like, results)
+            carries = [fold.init() for fold in folds]
+        else:
+            parts = same_parts(where, accumulator, output, paths)
+        carries = [
+            f.update(c, p.value, step) for f, c, p in zip(folds, carries, parts, strict=True)
+        ]
+        state.update((carried[a], value) for a, _, value in parts if isinstance(a, Carry))
+        total += 1 if weight is None else weight
+        # Released before the next evaluation makes another.
+        del given, named, output, parts
+    if folds is None:
+        output = run_quietly(split.rows(0))
+        _, folds = folds_for(output, split.size(0))
+        like, carries = skeleton(output), [fold.init() for fold in folds]
+    skipped += [Step(i, split.size(i)) for i in range(limit, split.num_microbatches)]
+    for step in skipped:
+        carries = [fold.skip(carry, step) for fold, carry in zip(folds, carries, strict=True)]
+    if weight_fn is None:
+        total = split.batch_size / split.microbatch_size if split.tail else split.full
+    results = [fold.finalize(carry, total) for fold, carry in zip(folds, carries, strict=True)]
+    return assemble(accumulator, like, results)
+
+
+def skeleton(output: Any) -> Any:
+    """The structure of `output` without its memory."""
+    return map_leaves(lambda _: 0, output)
+
+
+def _batch_leaves(
+    where: str, slots: Sequence[Slot], axes: Sequence[Any], batch: dict[Any, Any]
+) -> list[Leaf]:
+    leaves: list[Leaf] = []
+
+    def collect(axis: Any, path: str, subtree: Any) -> None:
+        if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+            raise BatchError(
+                f"{where}: in_axes has {axis!r} for {path}.\nUse an integer: the axis of its rows."
+            )
+        for leaf_path, leaf in leaves_with_paths(subtree, path):
+            leaves.append(Leaf(leaf_path, shape_of(leaf), operator.index(axis)))
+
+    for slot, axis in zip(slots, axes, strict=True):
+        try:
+            map_subtrees(collect, axis, batch[slot.key], slot.name)
+        except BatchError:
+            raise
+        except MicrobatchError as error:
+            raise BatchError(
+                f"{where}: in_axes does not fit {slot.name}: {error}.\n"
+                "Give one integer for it, or a tree of them that is a prefix of it."
+            ) from None
+    return leaves
+
+
+def _carried_slots(
+    settings: _Settings, slots: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Carry, int | str]:
+    """Which argument each `Carry` of the accumulator feeds."""
+    carried: dict[Carry, int | str] = {}
+    for entry in accumulators_in(settings.accumulator):
+        if isinstance(entry, Carry):
+            (slot,) = locate(settings.where, settings.signature, (entry.argnum,), (), args, kwargs)
+            if slot.key in {s.key for s in slots}:
+                raise AccumulatorError(
+                    f"{settings.where}: Carry({entry.argnum}) names {slot.name}, which is a batch argument.\n"
+                    "Carry an argument that is the same for the whole batch."
+                )
+            carried[entry] = slot.key
+    return carried
+
+
+def accumulators_in(accumulator: Any) -> list[Any]:
+    """The entries of an accumulators' tree."""
+    return [entry for _, entry in leaves_with_paths(accumulator)]
+
+
+def out_by_path(where: str, parts: Sequence[Part], output: Any, out: Any) -> dict[str, Any]:
+    """The arrays to write into, by the path of the CONCAT leaf that each is for."""
+    targets: dict[str, Any] = {}
+
+    def collect(target: Any, path: str, subtree: Any) -> None:
+        if target is not None:
+            targets[path] = target
+
+    try:
+        map_subtrees(collect, out, output, "output", is_prefix_leaf=lambda entry: entry is None)
+    except MicrobatchError as error:
+        raise AccumulatorError(
+            f"{where}: out does not fit the output: {error}.\n"
+            "Give an array for a single output, or a tree like the output with None for what is not written."
+        ) from None
+    kinds = {part.path: part.accumulator for part in parts}
+    for path in targets:
+        if kinds.get(path) is not AccumulationType.CONCAT:
+            raise AccumulatorError(
+                f"{where}: out has an array for {path}, which is not one CONCAT output.\n"
+                "Give None there; only the rows of CONCAT are written into out."
+            )
+    return targets
+
+
+def same_parts(where: str, accumulator: Any, output: Any, expected: Sequence[str]) -> list[Part]:
+    """The parts of a later microbatch's output, which has the paths of the first one's."""
+    parts = parts_of(where, accumulator, output)
+    paths = [part.path for part in parts]
+    if paths != expected:
+        raise AccumulatorError(
+            f"{where}: the output has {', '.join(paths)} in one microbatch and {', '.join(expected)} in the first.\n"
+            "Return the same structure from every microbatch."
+        )
+    return parts
+
+
+def _rows_weight(split: Split, index: int) -> float | None:
+    """The weight of a microbatch relative to the first one's; None for 1."""
+    size, first = split.size(index), split.size(0)
+    return None if size == first else size / first
+
+
+def checked_weight(where: str, weight: Any, index: int) -> int | float:
+    """A weight as a number; anything that is not one, negative or not finite is refused."""
+    array = np.asarray(weight)
+    if array.size != 1 or array.dtype.kind not in "iufb":
+        raise MicrobatchError(
+            f"{where}: weight_fn gave {array.dtype.name}{list(array.shape)} for microbatch {index}.\n"
+            "Return one real number, for example the sum of a mask."
+        )
+    number = array.item()
+    if not math.isfinite(number) or number < 0:
+        raise MicrobatchError(
+            f"{where}: weight_fn gave {number!r} for microbatch {index}.\nWeights are finite and not negative."
+        )
+    return number
+
+
+def checked_dtype(where: str, dtype: Any) -> np.dtype | None:
+    """`accumulator_dtype` as a dtype; only floating and complex ones can hold means."""
+    if dtype is None:
+        return None
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not (found.kind in "fc" or found.name.startswith(("float", "bfloat"))):
+        raise AccumulatorError(
+            f"{where}: accumulator_dtype={dtype!r} cannot hold a mean.\nUse a floating dtype, for example np.float64."
+        )
+    return found
+
+
+def _checked_size(where: str, name: str, value: Any) -> int | None:
+    return None if value is None else check_size(where, name, value)
+
+
+def _checked_limit(where: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise MicrobatchSizeError(
+            f"{where}: num_real_microbatches={value!r} is a {type(value).__name__}, not an integer.\n"
+            "Use an int; it is clamped to the number of microbatches."
+        )
+    return operator.index(value)
