@@ -31,6 +31,7 @@ def picture() -> list[str]:
 def _in_torch() -> list[str]:
     try:
         import torch
+
         from microbatch.torch import gradient_accumulation as accumulate_tensors
     except ImportError:
         return ["PyTorch is not installed; with it, tensors work alike."]

@@ -6,9 +6,9 @@ Gradients of sums add up; means of unequal or rescaled parts do not. That is the
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-import jax
 from microbatch import AccumulationType
 from microbatch.jax import microbatch
 from microbatch.lessons._bars import bars

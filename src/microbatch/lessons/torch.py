@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
+
 from microbatch.lessons._bars import bars
 from microbatch.lessons._exercise import Case, Exercise, Refused
 from microbatch.torch import backward
-from torch import Tensor, nn
 
 
 def accumulated_loss(model: nn.Module, x: Tensor, y: Tensor, num_microbatches: int) -> Tensor:

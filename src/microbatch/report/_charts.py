@@ -1,6 +1,8 @@
 """Figures: one drawing for each, in colours that the page decides."""
 
+import html
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -31,7 +33,7 @@ LIGHT = Theme(
     muted="#6b655e",
     grid="#e3ded6",
     first="#1d5fbf",
-    second="#b45309",
+    second="#a84b06",
     good="#15803d",
     bad="#b42318",
     paper="#ffffff",
@@ -47,8 +49,6 @@ def svg(
 
     `salt` keeps the ids of several figures in one page apart.
     """
-    import html
-
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
@@ -186,30 +186,27 @@ def accuracy_by_step(
 def bars_by_name(
     rows: Sequence[tuple[str, float]], limit: float, label: str
 ) -> Callable[[Any, Theme], None]:
-    """One bar per name, the largest first, against a limit; what is beyond it is in the colour of trouble."""
+    """One bar per name against a limit; what is beyond it, or not finite, is in the colour of trouble."""
 
     def draw(axes: Any, theme: Theme) -> None:
-        names = [name if len(name) <= 28 else name[:13] + "…" + name[-14:] for name, _ in rows][
-            ::-1
-        ]
+        names = [_short(name) for name, _ in rows][::-1]
         values = [value for _, value in rows][::-1]
+        seen = [value for value in [limit, *values] if 0 < value < math.inf]
+        # An exact zero and an infinity have no place on a logarithmic scale: they are drawn at its ends.
+        floor, ceiling = min(seen) / 10, 10 * max(seen)
+        lengths = [
+            min(max(v, 1.05 * floor), ceiling) - floor if v == v else ceiling for v in values
+        ]
         colors = [theme.first if value <= limit else theme.bad for value in values]
-        # An exact zero has no place on a logarithmic scale; it is drawn at the left edge.
-        floor = min([limit, *(value for value in values if value > 0)]) / 10
-        axes.barh(
-            range(len(rows)),
-            [max(value, floor * 1.05) - floor for value in values],
-            left=floor,
-            color=colors,
-            height=0.6,
-        )
+        axes.barh(range(len(rows)), lengths, left=floor, color=colors, height=0.6)
         axes.axvline(limit, color=theme.ink, linewidth=1.1, linestyle=(0, (5, 3)))
         axes.set(xscale="log", xlabel=label, yticks=range(len(rows)))
-        axes.set_yticklabels([name.replace("$", r"\$") for name in names])
+        for text in axes.set_yticklabels(names):
+            text.set_parse_math(False)
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
-        _plain_log_ticks(axes, floor, max(limit, *values), axis="x")
-        axes.set_xlim(floor, 2 * max(limit, *values))
+        _plain_log_ticks(axes, floor, ceiling, axis="x")
+        axes.set_xlim(floor, 2 * max(seen) if all(map(math.isfinite, values)) else ceiling)
 
     return draw
 
@@ -246,6 +243,12 @@ def _note(
     )
 
 
+def _short(name: str, length: int = 28) -> str:
+    if len(name) <= length:
+        return name
+    return name[: length // 2 - 1] + "…" + name[-length // 2 :]
+
+
 def _size_ticks(axes: Any, sizes: Sequence[int]) -> None:
     """Powers of two (or of four, sixteen …) across the sizes: at most eight."""
     top = max(sizes).bit_length()
@@ -266,8 +269,6 @@ def _byte_ticks(axes: Any, low: float, high: float) -> None:
 
 
 def _plain_log_ticks(axes: Any, low: float, high: float, axis: str = "y") -> None:
-    import math
-
     if not (0 < low < math.inf and 0 < high < math.inf):
         return
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
