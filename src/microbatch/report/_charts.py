@@ -34,7 +34,7 @@ LIGHT = Theme(
     grid="#e3ded6",
     first="#1d5fbf",
     second="#a84b06",
-    good="#15803d",
+    good="#147a3b",
     bad="#b42318",
     paper="#ffffff",
 )

@@ -7,14 +7,14 @@ from microbatch.report._charts import NARROW, WIDE, svg
 from microbatch.report._content import Chart, Fact, Page, Table
 
 # Nothing may be loaded and nothing may run, whatever a user's string says.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 _STYLE = """
 :root {
   color-scheme: light dark;
   --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
   --paper: #fffdf9; --sheet: #f6f2ea; --ink: #1c1917; --muted: #6b655e; --grid: #e3ded6;
-  --first: #1d5fbf; --second: #a84b06; --good: #15803d; --bad: #b42318;
+  --first: #1d5fbf; --second: #a84b06; --good: #147a3b; --bad: #b42318;
 }
 @media (prefers-color-scheme: dark) {
   :root {
@@ -68,7 +68,7 @@ footer { margin-top: 3rem; padding-top: 1rem; border-top: 1px solid var(--grid);
 @media print {
   :root {
     --paper: #fff; --sheet: #f4f4f4; --ink: #000; --muted: #444; --grid: #ccc;
-    --first: #1d5fbf; --second: #a84b06; --good: #15803d; --bad: #b42318;
+    --first: #1d5fbf; --second: #a84b06; --good: #147a3b; --bad: #b42318;
   }
   body { padding: 0; max-width: none; font-size: 10.5pt; }
   h2 { break-after: avoid; }
