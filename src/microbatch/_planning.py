@@ -290,17 +290,16 @@ def _first_sizes(sizes: Sequence[int]) -> list[int]:
     return [first] if not rest else [first, near(math.sqrt(first * max(sizes)), rest)]
 
 
+def line_through(probed: Mapping[int, int]) -> Line:
+    """Through the two largest sizes; through zero where there is one."""
+    points = sorted(probed.items())
+    return _through(*points[-2:]) if len(points) > 1 else _through((0, 0), points[0])
+
+
 def _line(probed: Mapping[int, int], batch_size: int) -> Line:
-    """Through the two largest probed sizes below the whole batch (the whole batch only where there is nothing else)."""
-    points = sorted((s, count) for s, count in probed.items() if s < batch_size) or sorted(
-        probed.items()
-    )
-    if len(points) == 1:
-        whole = probed.get(batch_size)
-        if whole is None or points[0][0] == batch_size:
-            return Line(0.0, points[0][1] / points[0][0])
-        points.append((batch_size, whole))
-    return _through(*points[-2:])
+    """Through sizes below the whole batch, which is no loop, unless there is only one of them."""
+    below = {s: count for s, count in probed.items() if s < batch_size}
+    return line_through(below if len(below) > 1 else probed)
 
 
 def _through(first: tuple[int, int], second: tuple[int, int]) -> Line:

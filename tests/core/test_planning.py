@@ -151,7 +151,7 @@ def test_a_plan_prints_and_serialises():
         "   1             8  ~1.0 MiB   yes\n"
         "   2             4   2.0 MiB   yes\n"
         "   4             2   4.0 MiB   yes  <-\n"
-        "   8             1  ~8.0 MiB    no\n"
+        "   8             1   8.0 MiB    no\n"
         "\n"
         "4 rows a microbatch (2 microbatches) need 4.0 MiB of 5.0 MiB."
     )

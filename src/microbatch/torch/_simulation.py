@@ -1,0 +1,383 @@
+"""A few microbatches on fake tensors (or, when asked, on real ones), and the most bytes that were alive.
+
+Two microbatches are as good as all: gradients, accumulators and optimizer state are complete after the first.
+"""
+
+import contextlib
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Shape propagation has no public entry; these three names are all that is used of it (see the test that pins them).
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from microbatch._errors import PlanError
+from microbatch.torch._batch import Batch
+from microbatch.torch._discovery import Found, discover
+from microbatch.torch._tracking import TensorBytes, tensor_bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is planned: a function of a batch, and what runs around it.
+
+    Attributes:
+      where: the words that open a message.
+      fun: called with the batch's arguments.
+      batch: the arguments and how they are cut.
+      concat: whether outputs are kept as rows (CONCAT); otherwise they are summed.
+      backward: whether gradients are part of what must fit; None where `fun` decides by returning a loss.
+      optimizer: whose state and step are part of it too, or None.
+      accumulator_dtype: of side buffers that hold gradients between microbatches, or None.
+      device: whose bytes count.
+    """
+
+    where: str
+    fun: Callable[..., Any]
+    batch: Batch
+    concat: bool
+    backward: bool | None
+    optimizer: torch.optim.Optimizer | None
+    accumulator_dtype: torch.dtype | None
+    device: torch.device
+
+
+def fake_peak(work: Work, size: int) -> int:
+    """The peak bytes of `work` at microbatch size `size`, from shapes; nothing is allocated and nothing changes."""
+    with _faked(work) as (batch, tracker):
+        _run(work, batch, size, tracker)
+    return tracker.peak_bytes
+
+
+def real_peak(work: Work, size: int) -> int:
+    """The same on the real tensors: it runs `fun`, and puts gradients, buffers and random state back."""
+    with _real(work) as (batch, tracker), tracker:
+        tracker.hold(_resident(discover(work.fun, batch.args), work))
+        tracker.hold(tree_leaves(batch.args))
+        _run(work, batch, size, tracker)
+    return tracker.peak_bytes
+
+
+def run_once(work: Work, size: int) -> float:
+    """Runs two microbatches for real, and says which share of the batch that was."""
+    with _real(work) as (batch, tracker):
+        _run(work, batch, size, tracker)
+    return min(2 * size, batch.batch_size) / batch.batch_size
+
+
+@contextlib.contextmanager
+def _faked(work: Work) -> Iterator[tuple[Batch, "_Tracker"]]:
+    mode = FakeTensorMode()
+    twins = _Twins(mode, work.device)
+    tracker = _Tracker(work.device, twins)
+    found = discover(work.fun, work.batch.args)
+    try:
+        with _kept(found, work), _unwrapped(found) as bucket_bytes, mode, tracker:
+            tracker.live_bytes += bucket_bytes
+            tracker.hold(twins(t) for t in _resident(found, work))
+            args = tree_map_only(torch.Tensor, twins, work.batch.args)
+            tracker.hold(tree_leaves(args))
+            with torch.compiler.set_stance("force_eager"):
+                yield Batch(args, work.batch.dims, work.batch.batch_size), tracker
+    except (DataDependentOutputException, DynamicOutputShapeException) as stop:
+        raise PlanError(_stopped(work, str(stop.func), stop)) from None
+    except RuntimeError as stop:
+        if "supported for tensor subclasses" in str(stop):
+            raise PlanError(_stopped(work, str(stop).split(" ")[0], stop)) from None
+        raise
+
+
+@contextlib.contextmanager
+def _real(work: Work) -> Iterator[tuple[Batch, "_Tracker"]]:
+    found = discover(work.fun, work.batch.args)
+    tracker = _Tracker(work.device, None)
+    devices = [work.device] if work.device.type == "cuda" else []
+    with (
+        _kept(found, work),
+        _unwrapped(found) as bucket_bytes,
+        torch.random.fork_rng(devices),
+    ):
+        tracker.live_bytes += bucket_bytes
+        yield work.batch, tracker
+
+
+class _Twins:
+    """The fake twin of each real tensor, made once and kept alive."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self.mode = mode
+        self.device = device
+        self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+            return tensor
+        if id(tensor) not in self.made:
+            self.made[id(tensor)] = (tensor, self._twin(tensor))
+        return self.made[id(tensor)][1]
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            # Arguments given as shapes alone stand for tensors on the device that is planned for.
+            device = tensor.device if isinstance(tensor, FakeTensor) else self.device
+            with self.mode:
+                return torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                )
+        return self.mode.from_tensor(tensor)
+
+
+class _Tracker(TensorBytes):
+    """Counts, and lets an optimizer read its step counter, whose value changes no shape."""
+
+    def __init__(self, device: torch.device, twins: _Twins | None) -> None:
+        super().__init__(twins, device=device)
+        self.invents_numbers = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.invents_numbers and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _run(work: Work, batch: Batch, size: int, tracker: _Tracker) -> None:
+    pieces = [(i, min(i + size, batch.batch_size)) for i in range(0, batch.batch_size, size)][:2]
+    if work.backward is False:
+        _run_forward(work, batch, pieces, batch.batch_size > size)
+        return
+    optimizer = _clone(work.optimizer) if work.optimizer is not None else None
+    buffers: dict[int, torch.Tensor] = {}
+    # The optimizer's state appears in the first step, and is there in every backward after it.
+    turns = pieces * 2 if optimizer is not None and len(pieces) == 1 else pieces
+    for turn, (start, stop) in enumerate(turns):
+        output = work.fun(*batch.rows(start, stop))
+        roots = losses(output)
+        if not roots and work.backward is None:
+            del output
+            tracker.restart_peak()
+            _run_forward(work, batch, pieces, batch.batch_size > size)
+            return
+        cotangents = None
+        if not roots:
+            roots = [t for t in tree_leaves(output) if _is_tensor(t) and t.requires_grad]
+            cotangents = [torch.ones_like(t) for t in roots]
+        del output
+        leaves = _graph_leaves(roots)
+        torch.autograd.backward(roots, cotangents)
+        del roots, cotangents
+        if work.accumulator_dtype is not None:
+            _move_gradients(leaves, buffers, work.accumulator_dtype)
+        if turn == 0 and optimizer is not None:
+            tracker.invents_numbers = True
+            optimizer.step()
+            tracker.invents_numbers = False
+            if len(pieces) == 1:
+                optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _run_forward(
+    work: Work, batch: Batch, pieces: list[tuple[int, int]], accumulates: bool
+) -> None:
+    held: list[Any] = []
+    for start, stop in pieces:
+        outputs = [t for t in tree_leaves(work.fun(*batch.rows(start, stop))) if _is_tensor(t)]
+        if not accumulates:
+            held = outputs
+            continue
+        if not held:
+            held = [_accumulator(t, work, batch.batch_size, stop - start) for t in outputs]
+        for carry, value in zip(held, outputs, strict=True):
+            if work.concat and carry.ndim:
+                carry[: stop - start].copy_(value)
+            else:
+                carry.add_(value)
+        del outputs
+
+
+def _accumulator(value: torch.Tensor, work: Work, batch_size: int, rows: int) -> torch.Tensor:
+    if work.concat and value.ndim:
+        return value.new_zeros((batch_size * value.shape[0] // rows, *value.shape[1:]))
+    narrow = value.dtype in (torch.float16, torch.bfloat16)
+    dtype = work.accumulator_dtype or (torch.float32 if narrow else value.dtype)
+    return torch.zeros_like(value, dtype=dtype)
+
+
+def losses(output: Any) -> list[torch.Tensor]:
+    """The scalars with a graph in what a loss function returns; empty where it is not a loss.
+
+    >>> losses((torch.ones(3, requires_grad=True).sum(), "aux"))
+    [tensor(3., grad_fn=<SumBackward0>)]
+    """
+    if hasattr(output, "loss"):
+        output = output.loss
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    first = output[:1] if isinstance(output, tuple) and not losses_only(output) else output
+    found = [t for t in tree_leaves(first) if _is_tensor(t)]
+    return found if found and all(t.ndim == 0 and t.requires_grad for t in found) else []
+
+
+def losses_only(output: tuple[Any, ...]) -> bool:
+    """Whether every value is a scalar tensor."""
+    return all(_is_tensor(t) and t.ndim == 0 for t in output)
+
+
+def _move_gradients(
+    leaves: list[torch.Tensor], buffers: dict[int, torch.Tensor], dtype: torch.dtype
+) -> None:
+    for leaf in leaves:
+        if leaf.grad is None:
+            continue
+        if id(leaf) in buffers:
+            buffers[id(leaf)].add_(leaf.grad)
+        else:
+            buffers[id(leaf)] = leaf.grad.to(dtype)
+        leaf.grad = None
+
+
+def _graph_leaves(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors whose `.grad` a backward from `outputs` would touch."""
+    pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen, leaves = set(pending), []
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return leaves
+
+
+def _clone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer with the same options and parameters whose steps leave the original's state alone."""
+    clone = object.__new__(type(optimizer))
+    # A scheduler puts a counting `step` on the instance, bound to the original.
+    clone.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    clone.param_groups = [dict(group) for group in optimizer.param_groups]
+    copied = {
+        p: tree_map(lambda t: t.clone() if _is_tensor(t) else t, s)
+        for p, s in optimizer.state.items()
+    }
+    clone.state = defaultdict(dict, copied)
+    return clone
+
+
+def _resident(found: Found, work: Work) -> list[torch.Tensor]:
+    """What lies in memory whatever the size: parameters, buffers, other tensors that `fun` holds."""
+    modules = [module for _, module in found.modules.values()]
+    held = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
+    held += [t for _, t in found.tensors]
+    if work.optimizer is not None:
+        held += [p for group in work.optimizer.param_groups for p in group["params"]]
+    for tensor in held:
+        if (
+            type(tensor).__name__ == "DTensor"
+            or type(getattr(tensor, "data", None)).__name__ == "DTensor"
+        ):
+            raise PlanError(
+                f"{work.where}: {work.fun} uses sharded parameters (DTensor), whose memory shapes do not tell.\n"
+                "Give microbatch_size a number."
+            )
+    return [t for t in held if t is not None]
+
+
+@contextlib.contextmanager
+def _kept(found: Found, work: Work) -> Iterator[None]:
+    """Puts back `.grad` of every leaf and the modules' buffers (real runs change their values too)."""
+    leaves = {id(t): t for _, t in found.named_leaves()}
+    for group in work.optimizer.param_groups if work.optimizer is not None else ():
+        leaves |= {id(p): p for p in group["params"]}
+    leaves |= {
+        id(t): t
+        for t in tree_leaves(work.batch.args)
+        if _is_tensor(t) and t.is_leaf and t.requires_grad
+    }
+    grads = {key: leaf.grad for key, leaf in leaves.items()}
+    modules = [module for _, module in found.modules.values()]
+    buffers = [
+        (m, dict(m._buffers), [_copy(b) for b in m._buffers.values()])
+        for m in modules
+        if m._buffers
+    ]
+    for leaf in leaves.values():
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for key, leaf in leaves.items():
+            leaf.grad = grads[key]
+        for module, held, copies in buffers:
+            module._buffers.update(held)
+            for buffer, copy in zip(held.values(), copies, strict=True):
+                if copy is not None and not torch.equal(buffer, copy):
+                    with torch.no_grad():
+                        buffer.copy_(copy)
+
+
+def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None or buffer.is_meta else buffer.detach().clone()
+
+
+@contextlib.contextmanager
+def _unwrapped(found: Found) -> Iterator[int]:
+    """DistributedDataParallel modules call what they wrap, without a reducer; yields the bytes of their buckets."""
+    wrappers = [m for _, m in found.modules.values() if isinstance(m, DistributedDataParallel)]
+    for wrapper in wrappers:
+        wrapper.forward = wrapper.module.forward
+    try:
+        yield sum(
+            tensor_bytes([p for p in w.parameters() if p.requires_grad])
+            for w in wrappers
+            if not w.gradient_as_bucket_view
+        )
+    finally:
+        for wrapper in wrappers:
+            del wrapper.forward
+
+
+def _stopped(work: Work, operation: str, stop: BaseException) -> str:
+    """Says which operation needs values, and where in the user's program it is."""
+    inside = torch.__file__.rpartition("/")[0]
+    frames = [
+        f
+        for f in traceback.extract_tb(stop.__traceback__)
+        if not f.filename.startswith((inside, _HERE))
+    ]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    return (
+        f"{work.where}: {_WORDS.get(operation, operation)} needs values, and planning has only shapes{place}.\n"
+        "Pass probe=True to measure two small real runs, or give microbatch_size a number."
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+_HERE = __file__.rpartition("/")[0]
+_WORDS = {
+    "aten._local_scalar_dense.default": ".item() (or int(), float(), bool(), .tolist())",
+    "aten.nonzero.default": "indexing with a boolean mask (or .nonzero())",
+    "aten._unique2.default": "torch.unique",
+    "aten.masked_select.default": "torch.masked_select",
+}
