@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from microbatch._checks import Leaf, batch_size_of, signature_of
+from microbatch._checks import signature_of
 from microbatch._errors import BatchError
 from microbatch._trees import leaves_with_paths, map_leaves, map_prefix
 
 NOT_SPLIT = -1
+# Path, shape and dimension of a tensor that is cut.
+_Rows = tuple[str, tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ def batch_of(where: str, fun: Callable[..., Any], args: tuple[Any, ...], in_dims
             f"{where}: the arguments hold no tensor with rows.\n"
             "Pass the batch's tensors as positional arguments, or name their dimensions in in_dims."
         )
-    if len({leaf.shape[leaf.axis] for leaf in leaves}) > 1:
+    sizes = [shape[dim] for _, shape, dim in leaves]
+    if len(set(sizes)) > 1:
         _refuse_unequal(where, leaves)
-    return Batch(args, dims, batch_size_of(where, leaves)[0])
+    return Batch(args, dims, sizes[0])
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
@@ -132,20 +135,20 @@ def _refuse_hidden(where: str, path: str, leaf: Any) -> None:
             )
 
 
-def _split_leaves(names: list[str], args: tuple[Any, ...], dims: tuple[Any, ...]) -> list[Leaf]:
-    found: list[Leaf] = []
+def _split_leaves(names: list[str], args: tuple[Any, ...], dims: tuple[Any, ...]) -> list[_Rows]:
+    found: list[_Rows] = []
     for name, arg, dim in zip(names, args, dims):
         flat = [entry for _, entry in leaves_with_paths(dim)]
         for (path, leaf), entry in zip(leaves_with_paths(arg, name), flat, strict=True):
             if entry != NOT_SPLIT:
-                found.append(Leaf(path, tuple(leaf.shape), entry))
+                found.append((path, tuple(leaf.shape), entry))
     return found
 
 
-def _refuse_unequal(where: str, leaves: list[Leaf]) -> None:
+def _refuse_unequal(where: str, leaves: list[_Rows]) -> None:
     rows = "\n".join(
-        f"  {leaf.path}: {leaf.shape[leaf.axis]} along dimension {leaf.axis} of shape {leaf.shape}"
-        for leaf in leaves
+        f"  {path}: {shape[dim]} along dimension {dim} of shape {shape}"
+        for path, shape, dim in leaves
     )
     raise BatchError(
         f"{where}: every tensor is a batch, and these have different numbers of rows:\n{rows}\n"

@@ -24,28 +24,36 @@ class Found:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     objects: list[tuple[str, Any]] = field(default_factory=list)
     """Anything else with attributes: optimizers, accelerators."""
+    _leaves: tuple[tuple[int, int], list[tuple[str, torch.Tensor]]] | None = None
 
     def add_module(self, name: str, module: nn.Module) -> None:
         """Adds a module with all its submodules."""
         for path, child in module.named_modules():
             self.modules.setdefault(id(child), (f"{name}.{path}" if path else name, child))
 
-    def named_leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_leaves(self) -> list[tuple[str, torch.Tensor]]:
         """Every leaf that can receive a gradient, once, with a name."""
+        size = (len(self.modules), len(self.tensors))
+        if self._leaves is None or self._leaves[0] != size:
+            self._leaves = (size, list(self._walk_leaves()))
+        return self._leaves[1]
+
+    def graph_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Tensors that were computed before the call and carry a graph."""
+        return [(name, tensor) for name, tensor in self.tensors if tensor.grad_fn is not None]
+
+    def _walk_leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
         for name, module in self.modules.values():
-            for path, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and id(parameter) not in seen:
+            for path, parameter in module._parameters.items():
+                wanted = parameter is not None and parameter.requires_grad
+                if wanted and id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield f"{name}.{path}", parameter
         for name, tensor in self.tensors:
             if tensor.requires_grad and tensor.is_leaf and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor
-
-    def graph_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Tensors that were computed before the call and carry a graph."""
-        return [(name, tensor) for name, tensor in self.tensors if tensor.grad_fn is not None]
 
 
 def discover(fun: Callable[..., Any], args: Any = (), found: Found | None = None) -> Found:

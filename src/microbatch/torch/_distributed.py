@@ -1,7 +1,7 @@
 """Modules that synchronise gradients: which there are, what they average over, and when they may speak."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -134,7 +134,7 @@ def syncs(where: str, wrappers: Wrappers, sync: Sync, even: bool) -> str:
 
 
 @contextmanager
-def synchronising(wrappers: Wrappers, mode: str, is_last: bool) -> Iterator[None]:
+def synchronising(wrappers: Wrappers, mode: str, is_last: bool) -> Generator[None]:
     """Forward and backward of one microbatch, with gradients exchanged where `mode` and position say so."""
     with ExitStack() as stack:
         for module in wrappers.ddp:

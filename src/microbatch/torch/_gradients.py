@@ -1,6 +1,6 @@
 """Where gradients go: restored after a failure, kept aside, or summed in a wider precision."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ class Restorer:
 
 
 @contextmanager
-def kept_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+def kept_aside(leaves: Sequence[torch.Tensor]) -> Generator[None]:
     """``.grad`` of the leaves is None inside, and what it was before afterwards."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ class Guard:
                 _check_leaf(self._where, name, leaf)
 
     @contextmanager
-    def first_microbatch(self) -> Iterator[None]:
+    def first_microbatch(self) -> Generator[None]:
         """Watches the modules that run; buffers that change are restored where small, and refused."""
         for name, module in self._found.modules.values():
             self._watch(name, module)
@@ -118,7 +118,7 @@ class Guard:
     def _watch(self, name: str, module: nn.Module) -> None:
         if self._allow_row_mixing:
             return
-        for path, buffer in module.named_buffers(recurse=False):
+        for path, buffer in module._buffers.items():
             if buffer is not None:
                 self._buffers.append(_Buffer(f"{name}.{path}", module, path, buffer))
 

@@ -48,8 +48,9 @@ def out_of_memory(
     """The error to raise, outside of the ``except`` block so that it keeps nothing of the attempt alive."""
     asked = bytes_asked(words)
     available = available_bytes(device)
-    amounts = [f"it asked for {mebibytes(asked)}"] * (asked is not None)
-    amounts += [f"{mebibytes(available)} are available on {device}"] * (available is not None)
+    amounts = [] if asked is None else [f"it asked for {mebibytes(asked)}"]
+    if available is not None:
+        amounts.append(f"{mebibytes(available)} are available on {device}")
     detail = f"; {', '.join(amounts)}" if amounts else ""
     rows = (
         ""

@@ -195,6 +195,7 @@ class _Call:
         carried = CarriedArguments()
         device = None if self.options.device is None else torch.device(self.options.device)
         earlier = self._grads_of_wrapped(len(running))
+        known = len(self.found.modules)
 
         def take(index: int) -> Any:
             return self.source.take(carried, index)
@@ -208,7 +209,10 @@ class _Call:
                 total = self._forward(args, progress, first=position == 0)
                 if position == 0:
                     self._check_closures(total, len(running))
-                    restorer.add(leaf for _, leaf in self.found.named_leaves())
+                    if (
+                        len(self.found.modules) > known
+                    ):  # Modules that ran without having been found.
+                        restorer.add(leaf for _, leaf in self.found.named_leaves())
                 self._note_leaves(total, restorer, first=position == 0)
                 if is_last and earlier:
                     self._check_missing(total, earlier)
