@@ -1,0 +1,20 @@
+"""The JAX front."""
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "microbatch.jax needs JAX.\nInstall it with: pip install 'microbatch[jax]'"
+    ) from error
+
+from microbatch._accumulation import AccumulationType, Accumulator, Carry
+from microbatch.jax._microbatch import microbatch
+from microbatch.jax._rows import reshape_batch_axis
+
+__all__ = [
+    "AccumulationType",
+    "Accumulator",
+    "Carry",
+    "microbatch",
+    "reshape_batch_axis",
+]

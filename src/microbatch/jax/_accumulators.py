@@ -1,0 +1,186 @@
+"""The accumulator kinds on JAX arrays: how each output leaf is carried from microbatch to microbatch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from microbatch._accumulation import (
+    EXTREMES,
+    MEANS,
+    AccumulationType,
+    Accumulator,
+    accumulates_wider,
+    leaf_rule,
+)
+from microbatch._errors import EmptyStream
+from microbatch._splitting import Split
+from microbatch.jax._rows import Rows, filled, join, put, put_tail, rows_buffer
+
+SUM, MEAN, CONCAT = AccumulationType.SUM, AccumulationType.MEAN, AccumulationType.CONCAT
+
+
+class Moment(NamedTuple):
+    """Which microbatch is at hand: its index, its weight (None stands for 1), and the weight before it."""
+
+    index: Any
+    weight: Any = None
+    total: Any = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """How one output leaf, or one subtree with a custom accumulator, is accumulated.
+
+    Attributes:
+      kind: the accumulator.
+      types: abstract values in a full microbatch: one, or the subtree's leaves.
+      tail_types: the same in the tail; None without one.
+      treedef: the subtree's structure, for a custom accumulator.
+      axis: where CONCAT has its rows.
+      dtype: the carry's dtype, for the other kinds.
+    """
+
+    kind: AccumulationType | Accumulator
+    types: tuple[Any, ...]
+    tail_types: tuple[Any, ...] | None = None
+    treedef: Any = None
+    axis: int = 0
+    dtype: Any = None
+
+    @property
+    def type(self) -> Any:
+        """The abstract value of the single leaf."""
+        (aval,) = self.types
+        return aval
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the user wrote the accumulator."""
+        return isinstance(self.kind, Accumulator)
+
+    @property
+    def is_linear_scalar(self) -> bool:
+        """Whether it is a real scalar that is summed or averaged."""
+        return (
+            self.kind in (SUM, *MEANS)
+            and self.type.shape == ()
+            and jnp.issubdtype(self.type.dtype, jnp.floating)
+        )
+
+    def rows(self, split: Split) -> Rows:
+        """How the rows of a CONCAT are cut: as many a microbatch as the output has, one for a scalar."""
+        size = self.type.shape[self.axis] if self.type.shape else 1
+        return Rows(self.axis, size, split.full, split.order)
+
+    @property
+    def tail_rows(self) -> int:
+        """Rows of a CONCAT in the tail."""
+        if self.tail_types is None:
+            return 0
+        return self.tail_types[0].shape[self.axis] if self.tail_types[0].shape else 1
+
+
+class _Ops:
+    """The array functions that the kinds are written over."""
+
+    def zeros(self, spec: Any, dtype: Any) -> jax.Array:
+        return filled(spec, 0, dtype)
+
+    def lowest(self, spec: Any) -> jax.Array:
+        return filled(spec, _limits(spec.dtype)[0], spec.dtype)
+
+    def highest(self, spec: Any) -> jax.Array:
+        return filled(spec, _limits(spec.dtype)[1], spec.dtype)
+
+    def add(self, carry: jax.Array, value: jax.Array, weight: Any | None) -> jax.Array:
+        value = value.astype(carry.dtype)
+        return carry + (value if weight is None else value * jnp.asarray(weight, carry.dtype))
+
+    def blend(self, carry: jax.Array, value: jax.Array, weight: Any, total: Any) -> jax.Array:
+        weight = jnp.asarray(1 if weight is None else weight, carry.dtype)
+        kept = jnp.asarray(total, carry.dtype)
+        kept = kept / (kept + weight)
+        return carry * kept + value.astype(carry.dtype) * (1 - kept)
+
+    def divide(self, carry: jax.Array, total: Any) -> jax.Array:
+        if isinstance(total, int | float):
+            return carry / total if total else carry
+        total = total.astype(carry.dtype)
+        return jnp.where(total == 0, 0, carry / jnp.where(total == 0, 1, total))
+
+    def maximum(self, carry: jax.Array, value: jax.Array) -> jax.Array:
+        return jnp.maximum(carry, value)
+
+    def minimum(self, carry: jax.Array, value: jax.Array) -> jax.Array:
+        return jnp.minimum(carry, value)
+
+    def replace(self, carry: jax.Array, value: jax.Array) -> jax.Array:
+        return value.astype(carry.dtype)
+
+
+RULES = {kind: leaf_rule(kind, _Ops()) for kind in AccumulationType if kind is not CONCAT}
+
+
+def carry_dtype(kind: AccumulationType, dtype: Any, override: Any = None) -> Any:
+    """The dtype in which outputs of `dtype` are accumulated: float32 for lower precisions, unless overridden."""
+    if kind not in (SUM, *MEANS) or not jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    if override is not None:
+        complex_override = jnp.promote_types(override, jnp.complex64)
+        return complex_override if jnp.issubdtype(dtype, jnp.complexfloating) else override
+    return jnp.dtype(jnp.float32) if accumulates_wider(jnp.dtype(dtype).name) else dtype
+
+
+def init(output: Output, split: Split) -> Any:
+    """The first carry, from shapes alone."""
+    if output.is_custom:
+        return output.kind.init(jax.tree.unflatten(output.treedef, map(_spec, output.types)))
+    if output.kind is CONCAT:
+        return rows_buffer(output.type, output.rows(split), output.tail_rows)
+    if output.kind in EXTREMES and split.batch_size == 0:
+        raise EmptyStream(f"{output.kind.name} of zero rows has no value.\nGive at least one row.")
+    return RULES[output.kind].init(output.type, output.dtype)
+
+
+def update(
+    output: Output, split: Split, carry: Any, values: Sequence[Any], at: Moment, *, tail: bool
+) -> Any:
+    """The carry with the values of one microbatch added; `tail` tells that it is the last, smaller one."""
+    if output.is_custom:
+        weight = {} if not output.kind.takes_weight else {"weight": _weight(at)}
+        value = jax.tree.unflatten(output.treedef, values)
+        return output.kind.update(carry, value, at.index, **weight)
+    (value,) = values
+    if output.kind is CONCAT:
+        rows = output.rows(split)
+        return put_tail(carry, value, rows) if tail else put(carry, value, rows, at.index)
+    return RULES[output.kind].update(carry, value, at.weight, at.total)
+
+
+def finalize(output: Output, split: Split, carry: Any, total: Any) -> Any:
+    """The result: one array in the output's dtype, or whatever a custom accumulator makes."""
+    if output.is_custom:
+        return output.kind.finalize(carry)
+    if output.kind is CONCAT:
+        return join(carry, output.rows(split))
+    return RULES[output.kind].finalize(carry, total).astype(output.type.dtype)
+
+
+def _weight(at: Moment) -> jax.Array:
+    return jnp.asarray(1.0 if at.weight is None else at.weight)
+
+
+def _spec(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _limits(dtype: Any) -> tuple[Any, Any]:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf, jnp.inf
+    if dtype == jnp.bool_:
+        return False, True
+    limits = jnp.iinfo(dtype)
+    return limits.min, limits.max

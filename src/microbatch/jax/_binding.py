@@ -1,0 +1,130 @@
+"""From a call to flat lists: which leaves are rows, which are states, which every microbatch shares."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from microbatch._checks import Leaf, Slot
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the function, flattened.
+
+    Attributes:
+      leaves: every leaf of the arguments, in order.
+      treedef: the structure of ``(args, kwargs)``.
+      rows: which leaves belong to batch arguments.
+      axes: the batch axis of each of them, not negative.
+      states: which leaves are carried from microbatch to microbatch, one tuple per Carry.
+      shared: which other leaves are arrays; the rest is passed on as it is.
+      keys: which shared leaves get the microbatch's index folded in.
+    """
+
+    leaves: tuple[Any, ...]
+    treedef: Any
+    rows: tuple[int, ...]
+    axes: tuple[int, ...]
+    states: tuple[tuple[int, ...], ...]
+    shared: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    def with_arrays(
+        self, shared: Sequence[Any], states: Sequence[Any], rows: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's ``(args, kwargs)`` with other arrays in their places."""
+        leaves = list(self.leaves)
+        state_places = [i for places in self.states for i in places]
+        for places, values in (
+            (self.shared, shared),
+            (state_places, states),
+            (self.rows, rows),
+        ):
+            for i, value in zip(places, values, strict=True):
+                leaves[i] = value
+        return self.treedef.unflatten(leaves)
+
+
+def paths_of(slots: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The values of the slots."""
+    return [args[slot.key] if isinstance(slot.key, int) else kwargs[slot.key] for slot in slots]
+
+
+def batch_leaves(
+    slots: Sequence[Slot], in_axes: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Leaf]:
+    """Every leaf of the batch arguments with its path, shape (None where it is no array) and axis."""
+    return [
+        Leaf(f"{slot.name}{jax.tree_util.keystr(path)}", _shape(leaf), axis)
+        for slot, axis, value in zip(slots, in_axes, paths_of(slots, args, kwargs), strict=True)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value)
+    ]
+
+
+def flatten_call(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: Sequence[Slot],
+    in_axes: Sequence[int],
+    carried: Sequence[Slot],
+    keys: Sequence[Slot],
+) -> Call:
+    """Sorts the leaves of a call by their argument."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    place = [_argument(path) for path, _ in paths]
+    leaves = tuple(leaf for _, leaf in paths)
+    axis_of = {slot.key: axis for slot, axis in zip(batch, in_axes, strict=True)}
+    in_slot = lambda slot: tuple(i for i, key in enumerate(place) if key == slot.key)
+    rows = tuple(i for i, key in enumerate(place) if key in axis_of)
+    states = tuple(in_slot(slot) for slot in carried)
+    taken = {*rows, *(i for places in states for i in places)}
+    shared = tuple(i for i, leaf in enumerate(leaves) if i not in taken and is_array(leaf))
+    key_places = {slot.key for slot in keys}
+    return Call(
+        leaves=leaves,
+        treedef=treedef,
+        rows=rows,
+        axes=tuple(axis_of[place[i]] % max(1, leaves[i].ndim) for i in rows),
+        states=states,
+        shared=shared,
+        keys=tuple(k for k, i in enumerate(shared) if place[i] in key_places),
+    )
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is traced; Python's own numbers, strings and functions are passed on as they are."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def hoisted(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], list[Any], Any, Any]:
+    """`fun` as a program that closes over no array.
+
+    Args:
+      fun: a function of flat lists of arrays.
+      *args: example lists.
+
+    Returns:
+      The program ``(consts, *lists) -> leaves``, the arrays that `fun` closed over, the output's types as a tree, and
+      the program's equations.
+    """
+    closed, out_tree = jax.make_jaxpr(fun, return_shape=True)(*args)
+    types = jax.tree.unflatten(jax.tree.structure(out_tree), closed.out_avals)
+
+    def program(consts: Sequence[Any], *lists: Sequence[Any]) -> list[Any]:
+        jaxpr = jax.extend.core.ClosedJaxpr(closed.jaxpr, list(consts))
+        return jax.extend.core.jaxpr_as_fun(jaxpr)(*(x for values in lists for x in values))
+
+    return program, list(closed.consts), types, closed.jaxpr
+
+
+def _argument(path: tuple[Any, ...]) -> int | str:
+    return path[1].idx if path[0].idx == 0 else path[1].key
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    if is_array(leaf) or isinstance(leaf, bool | int | float | complex):
+        return np.shape(leaf)
+    return tuple(leaf.shape) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None

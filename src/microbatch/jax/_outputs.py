@@ -1,0 +1,153 @@
+"""From a tree of accumulators and the output's types to one entry per output leaf, and back to the result's tree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from microbatch._accumulation import (
+    MEANS,
+    AccumulationType,
+    Accumulator,
+    Carry,
+    as_accumulator,
+)
+from microbatch._errors import AccumulatorError
+from microbatch.jax._accumulators import CONCAT, Output, carry_dtype
+
+
+@dataclass(frozen=True)
+class Part:
+    """One entry of the accumulator's tree: its place, its accumulator and the output's leaves under it."""
+
+    path: str
+    accumulator: AccumulationType | Accumulator | Carry
+    treedef: Any
+    first: int
+    leaves: tuple[Any, ...]
+    tail_leaves: tuple[Any, ...] | None
+
+    @property
+    def values(self) -> range:
+        """Which of the output's leaves it has."""
+        return range(self.first, self.first + len(self.leaves))
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """All parts, and how results become the tree that is returned."""
+
+    parts: tuple[Part, ...]
+    treedef: Any
+
+    @property
+    def carried(self) -> tuple[Part, ...]:
+        """The parts that are handed to the next microbatch."""
+        return tuple(part for part in self.parts if isinstance(part.accumulator, Carry))
+
+    def outputs(self, accumulator_dtype: Any) -> tuple[Output, ...]:
+        """How everything that is not carried is accumulated."""
+        return tuple(
+            output
+            for part in self.parts
+            if not isinstance(part.accumulator, Carry)
+            for output in _outputs_of(part, accumulator_dtype)
+        )
+
+    def assemble(self, results: Sequence[Any], states: Sequence[Any]) -> Any:
+        """The returned tree: results in the order of `outputs`, final states in the order of `carried`."""
+        results, states = iter(results), iter(states)
+        found = []
+        for part in self.parts:
+            if isinstance(part.accumulator, Accumulator):
+                found.append(next(results))
+                continue
+            source = states if isinstance(part.accumulator, Carry) else results
+            found.append(part.treedef.unflatten([next(source) for _ in part.leaves]))
+        return self.treedef.unflatten(found)
+
+
+def plan_outputs(where: str, accumulator: Any, tree: Any, tail_tree: Any | None) -> OutputPlan:
+    """Matches the accumulator's tree, a prefix, with the output's types; refuses what cannot be accumulated.
+
+    Args:
+      where: opens the messages.
+      accumulator: one kind, or a tree of kinds.
+      tree: the output's types in a full microbatch.
+      tail_tree: the same in the tail; None without one.
+    """
+    is_leaf = lambda value: as_accumulator(value) is not None
+    try:
+        entries, treedef = jax.tree_util.tree_flatten_with_path(accumulator, is_leaf=is_leaf)
+        subtrees = treedef.flatten_up_to(tree)
+        tails = [None] * len(entries) if tail_tree is None else treedef.flatten_up_to(tail_tree)
+    except ValueError as error:
+        raise AccumulatorError(
+            f"{where}: the accumulator is not a prefix of the output.\n"
+            f"  accumulator: {jax.tree.structure(accumulator, is_leaf=is_leaf)}\n"
+            f"  output:      {jax.tree.structure(tree)}\n"
+            "Give one accumulator for the whole output, or one per part of it."
+        ) from error
+    parts, first = [], 0
+    for (path, value), subtree, tail in zip(entries, subtrees, tails, strict=True):
+        words = jax.tree_util.keystr(path)
+        known = as_accumulator(value)
+        if known is None:
+            raise AccumulatorError(
+                f"{where}: accumulator{words} is {value!r}, not an accumulator.\n"
+                f"Use one of {', '.join(AccumulationType.__members__)}, an Accumulator or a Carry."
+            )
+        leaves, inner = jax.tree.flatten(subtree)
+        tail_leaves = None if tail is None else tuple(jax.tree.leaves(tail))
+        part = Part(words, known, inner, first, tuple(leaves), tail_leaves)
+        _check(where, part, subtree)
+        parts.append(part)
+        first += len(leaves)
+    return OutputPlan(tuple(parts), treedef)
+
+
+def _check(where: str, part: Part, subtree: Any) -> None:
+    kind = part.accumulator
+    if isinstance(kind, Accumulator) and part.tail_leaves is not None and not kind.takes_weight:
+        raise AccumulatorError(
+            f"{where}: the last microbatch has fewer rows, and the custom accumulator of output{part.path} "
+            "takes no weight.\n"
+            "Give its update a keyword parameter weight, or use a microbatch_size that divides the batch."
+        )
+    if kind not in MEANS:
+        return
+    for inner, leaf in jax.tree_util.tree_leaves_with_path(subtree):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise AccumulatorError(
+                f"{where}: output{part.path}{jax.tree_util.keystr(inner)} has dtype {leaf.dtype}; "
+                f"{kind.name} averages floating-point and complex values.\n"
+                "Use SUM or LAST for it, or return it as a float."
+            )
+
+
+def _outputs_of(part: Part, accumulator_dtype: Any) -> list[Output]:
+    kind, tails = part.accumulator, part.tail_leaves
+    if isinstance(kind, Accumulator):
+        return [Output(kind, part.leaves, tails, part.treedef)]
+    return [
+        Output(
+            kind,
+            (leaf,),
+            None if tails is None else (tails[i],),
+            dtype=carry_dtype(kind, leaf.dtype, accumulator_dtype),
+        )
+        for i, leaf in enumerate(part.leaves)
+    ]
+
+
+def of_single_microbatch(plan: OutputPlan, leaves: Sequence[Any]) -> Any:
+    """The result where the only microbatch is the batch: `fun`'s own output, except that CONCAT stacks scalars."""
+    stacked = list(leaves)
+    for part in plan.parts:
+        if part.accumulator is CONCAT:
+            for i in part.values:
+                stacked[i] = jnp.reshape(stacked[i], jnp.shape(stacked[i]) or (1,))
+    found = [part.treedef.unflatten([stacked[i] for i in part.values]) for part in plan.parts]
+    return plan.treedef.unflatten(found)
