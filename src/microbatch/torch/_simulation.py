@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from microbatch._errors import PlanError
 from microbatch.torch._batch import Batch
@@ -55,29 +55,29 @@ class Work:
 
 def fake_peak(work: Work, size: int) -> int:
     """The peak bytes of `work` at microbatch size `size`, from shapes; nothing is allocated and nothing changes."""
-    with _faked(work) as (batch, tracker):
-        _run(work, batch, size, tracker)
+    with _faked(work) as (batch, optimizer, tracker):
+        _run(work, batch, size, optimizer, tracker)
     return tracker.peak_bytes
 
 
 def real_peak(work: Work, size: int) -> int:
     """The same on the real tensors: it runs `fun`, and puts gradients, buffers and random state back."""
-    with _real(work) as (batch, tracker), tracker:
+    with _real(work) as (batch, optimizer, tracker), tracker:
         tracker.hold(_resident(discover(work.fun, batch.args), work))
         tracker.hold(tree_leaves(batch.args))
-        _run(work, batch, size, tracker)
+        _run(work, batch, size, optimizer, tracker)
     return tracker.peak_bytes
 
 
 def run_once(work: Work, size: int) -> float:
     """Runs two microbatches for real, and says which share of the batch that was."""
-    with _real(work) as (batch, tracker):
-        _run(work, batch, size, tracker)
+    with _real(work) as (batch, optimizer, tracker):
+        _run(work, batch, size, optimizer, tracker)
     return min(2 * size, batch.batch_size) / batch.batch_size
 
 
 @contextlib.contextmanager
-def _faked(work: Work) -> Iterator[tuple[Batch, "_Tracker"]]:
+def _faked(work: Work) -> Iterator[tuple[Batch, torch.optim.Optimizer | None, "_Tracker"]]:
     mode = FakeTensorMode()
     twins = _Twins(mode, work.device)
     tracker = _Tracker(work.device, twins)
@@ -89,7 +89,9 @@ def _faked(work: Work) -> Iterator[tuple[Batch, "_Tracker"]]:
             args = tree_map_only(torch.Tensor, twins, work.batch.args)
             tracker.hold(tree_leaves(args))
             with torch.compiler.set_stance("force_eager"):
-                yield Batch(args, work.batch.dims, work.batch.batch_size), tracker
+                # Steps act on twins, so the state that there is already may be used as it is.
+                optimizer = _clone(work.optimizer, lambda tensor: tensor)
+                yield Batch(args, work.batch.dims, work.batch.batch_size), optimizer, tracker
     except (DataDependentOutputException, DynamicOutputShapeException) as stop:
         raise PlanError(_stopped(work, str(stop.func), stop)) from None
     except RuntimeError as stop:
@@ -99,7 +101,7 @@ def _faked(work: Work) -> Iterator[tuple[Batch, "_Tracker"]]:
 
 
 @contextlib.contextmanager
-def _real(work: Work) -> Iterator[tuple[Batch, "_Tracker"]]:
+def _real(work: Work) -> Iterator[tuple[Batch, torch.optim.Optimizer | None, "_Tracker"]]:
     found = discover(work.fun, work.batch.args)
     tracker = _Tracker(work.device, None)
     devices = [work.device] if work.device.type == "cuda" else []
@@ -109,7 +111,7 @@ def _real(work: Work) -> Iterator[tuple[Batch, "_Tracker"]]:
         torch.random.fork_rng(devices),
     ):
         tracker.live_bytes += bucket_bytes
-        yield work.batch, tracker
+        yield work.batch, _clone(work.optimizer, torch.clone), tracker
 
 
 class _Twins:
@@ -157,12 +159,17 @@ class _Tracker(TensorBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _run(work: Work, batch: Batch, size: int, tracker: _Tracker) -> None:
+def _run(
+    work: Work,
+    batch: Batch,
+    size: int,
+    optimizer: torch.optim.Optimizer | None,
+    tracker: _Tracker,
+) -> None:
     pieces = [(i, min(i + size, batch.batch_size)) for i in range(0, batch.batch_size, size)][:2]
     if work.backward is False:
         _run_forward(work, batch, pieces, batch.batch_size > size)
         return
-    optimizer = _clone(work.optimizer) if work.optimizer is not None else None
     buffers: dict[int, torch.Tensor] = {}
     # The optimizer's state appears in the first step, and is there in every backward after it.
     turns = pieces * 2 if optimizer is not None and len(pieces) == 1 else pieces
@@ -268,17 +275,19 @@ def _graph_leaves(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return leaves
 
 
-def _clone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _clone(
+    optimizer: torch.optim.Optimizer | None, copy: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.optim.Optimizer | None:
     """An optimizer with the same options and parameters whose steps leave the original's state alone."""
+    if optimizer is None:
+        return None
     clone = object.__new__(type(optimizer))
     # A scheduler puts a counting `step` on the instance, bound to the original.
     clone.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"}
     clone.param_groups = [dict(group) for group in optimizer.param_groups]
-    copied = {
-        p: tree_map(lambda t: t.clone() if _is_tensor(t) else t, s)
-        for p, s in optimizer.state.items()
-    }
-    clone.state = defaultdict(dict, copied)
+    clone.state = defaultdict(
+        dict, {p: tree_map_only(torch.Tensor, copy, dict(s)) for p, s in optimizer.state.items()}
+    )
     return clone
 
 
