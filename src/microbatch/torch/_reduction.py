@@ -42,7 +42,7 @@ class Terms:
             raise MicrobatchError(
                 f"{where}: the loss has {came}, but reduction and weight_fn name "
                 f"{', '.join(map(repr, self.terms))}.\n"
-                "Return a mapping with exactly these keys, or give one reduction for all."
+                "Name every loss that is returned; None in weight_fn stands for rows."
             )
         return {key: self.terms[key] for key in keys}
 
