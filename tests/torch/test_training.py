@@ -200,10 +200,12 @@ def test_N17_the_loss_is_divided_exactly_once():
         model(x).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
     )
     ways = {
-        "sum": dict(loss_fn=lambda x, y: token_sum(x, y) / total, reduction="sum"),
-        "sum_over_weight": dict(
-            loss_fn=token_sum, reduction="sum_over_weight", weight_fn=count_tokens
-        ),
+        "sum": {"loss_fn": lambda x, y: token_sum(x, y) / total, "reduction": "sum"},
+        "sum_over_weight": {
+            "loss_fn": token_sum,
+            "reduction": "sum_over_weight",
+            "weight_fn": count_tokens,
+        },
     }
     for way in ways.values():
         model.zero_grad()
