@@ -76,15 +76,18 @@ class Checkpoint:
         metadata, arrays = _read(self.path, self._where)
         saved = json.loads(metadata["identity"])
         for aspect in {**saved, **self._identity}:
-            was, now = saved.get(aspect), self._identity.get(aspect)
-            if was != now:
-                raise CheckpointError(
-                    f"{self._where}: {self.path} is a checkpoint of another {aspect}.\n"
-                    f"  saved: {was}\n"
-                    f"  now:   {now}\n"
-                    "Go on with what it was made with, or delete the file to start anew."
-                )
+            self.check(aspect, saved.get(aspect), self._identity.get(aspect))
         return Progress(int(metadata["position"]), json.loads(metadata["numbers"]), arrays)
+
+    def check(self, aspect: str, saved: Any, now: Any) -> None:
+        """Refuses the file where `aspect` was something else when it was saved."""
+        if saved != now:
+            raise CheckpointError(
+                f"{self._where}: {self.path} is a checkpoint of another {aspect}.\n"
+                f"  saved: {saved}\n"
+                f"  now:   {now}\n"
+                "Go on with what it was made with, or delete the file to start anew."
+            )
 
     def save(self, progress: Callable[[], Progress]) -> bool:
         """Replaces the file in one step, unless saving again so soon would slow the fold down; whether it did."""

@@ -24,14 +24,16 @@ class Step(NamedTuple):
     Attributes:
       index: its place among all microbatches.
       rows: how many it has.
-      weight: its weight; None for 1.
-      total: the weight of those before it.
+      weight: its weight, relative where all are; None for 1.
+      own_weight: its weight as custom accumulators are told it: what `weight_fn` says, or rows.
+      total: the weight of those before it, in the unit of `weight`.
       first: whether it is the first that is added.
     """
 
     index: int
     rows: int
     weight: Any = None
+    own_weight: Any = None
     total: Any = 0
     first: bool = False
 
@@ -105,7 +107,6 @@ def make_folds(
     initial: Callable[[Carry], Any],
     accumulator_dtype: np.dtype | None,
     ragged: bool,
-    weighted: bool,
 ) -> list[Fold]:
     """One fold per part of the output.
 
@@ -116,7 +117,6 @@ def make_folds(
       initial: the argument that a `Carry` starts from.
       accumulator_dtype: overrides the dtype of sums and means.
       ragged: whether a microbatch may have fewer rows.
-      weighted: whether the weights come from `weight_fn`.
     """
 
     def make(part: Part) -> Fold:
@@ -126,7 +126,7 @@ def make_folds(
         if isinstance(accumulator, Accumulator):
             if ragged:
                 check_can_weigh(where, accumulator, path)
-            return _custom(accumulator, value, weighted)
+            return _custom(accumulator, value)
         if accumulator is AccumulationType.CONCAT:
             return concat(part)
         if accumulator is AccumulationType.LAST:
@@ -205,12 +205,11 @@ def _last(value: Any) -> Fold:
     return Fold(init=nothing, update=lambda carry, x, step: x, finalize=lambda carry, total: carry)
 
 
-def _custom(accumulator: Accumulator, value: Any, weighted: bool) -> Fold:
+def _custom(accumulator: Accumulator, value: Any) -> Fold:
     def update(carry: Any, x: Any, step: Step) -> Any:
         if not accumulator.takes_weight:
             return accumulator.update(carry, x, step.index)
-        weight = step.weight if weighted else step.rows
-        return accumulator.update(carry, x, step.index, weight=weight)
+        return accumulator.update(carry, x, step.index, weight=step.own_weight)
 
     spec = map_leaves(spec_of, value)
     init = lambda: accumulator.init(spec)

@@ -204,7 +204,6 @@ def _run(
             initial=lambda carry: state[carried[carry]],
             accumulator_dtype=settings.accumulator_dtype,
             ragged=split.tail > 0 and split.full > 0,
-            weighted=weight_fn is not None,
         )
         return parts, folds
 
@@ -230,14 +229,14 @@ def _run(
     for index in range(limit):
         rows = split.size(index)
         given, named = arguments(split.rows(index))
-        weight = _rows_weight(split, index)
+        weight, own_weight = _rows_weight(split, index), rows
         if weight_fn is not None:
-            weight = checked_weight(where, weight_fn(*given, **named), index)
+            weight = own_weight = checked_weight(where, weight_fn(*given, **named), index)
             if weight == 0:
                 skipped.append(Step(index, rows))
                 continue
         output = fun(*given, **named)
-        step = Step(index, rows, weight, total, first=folds is None)
+        step = Step(index, rows, weight, own_weight, total, first=folds is None)
         if folds is None:
             parts, folds = folds_for(output, rows)
             paths, like = [part.path for part in parts], skeleton(output)

@@ -1,0 +1,54 @@
+"""The textbook's gradient accumulation, for JAX arrays."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from microbatch._accumulation import accumulates_wider
+from microbatch._gradient_accumulation import first_gradients
+
+
+def gradient_accumulation(micro_batches_grads: Iterable[Any], accumulation_steps: int) -> Any:
+    """The mean of the first K gradients, one per microbatch.
+
+    Equivalent to::
+
+        sum(micro_batches_grads[:K]) / K
+
+    which is the gradient of the whole batch where each microbatch's loss is a mean over equally many rows.
+
+    Args:
+      micro_batches_grads: a sequence of arrays, or of trees of them (dicts, lists, tuples), all of one structure and
+        one shape per leaf, in a floating or complex dtype.
+      accumulation_steps: K, with 1 ≤ K ≤ the number of gradients; later gradients are ignored.
+
+    Returns:
+      A gradient like one of them, in its dtype; float16 and bfloat16 are summed in float32. With K = 1, the first
+      gradient itself.
+
+    Raises:
+      MicrobatchSizeError: K is not an integer, less than 1 or more than there are.
+      AccumulatorError: integer gradients.
+      MicrobatchError: no gradients, or unequal structures or shapes.
+
+    >>> gradients = [jnp.array([1.0, 0.0]), jnp.array([3.0, 2.0]), jnp.array([100.0, 100.0])]
+    >>> gradient_accumulation(gradients, 2).tolist()
+    [2.0, 1.0]
+    """
+    gradients = first_gradients(micro_batches_grads, accumulation_steps, _leaves)
+    return gradients[0] if len(gradients) == 1 else jax.tree.map(_mean, *gradients)
+
+
+def _leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
+def _mean(first: Any, *others: Any) -> jax.Array:
+    array = jnp.asarray(first)
+    total = array.astype(jnp.float32 if accumulates_wider(array.dtype.name) else array.dtype)
+    for other in others:
+        total += other
+    return (total / (1 + len(others))).astype(array.dtype)
