@@ -58,26 +58,24 @@ def microbatched_grads(
 def picture() -> list[str]:
     """The lesson's numbers as lines of text."""
     x, y = jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.zeros(4)
-    parts = [
-        float(jax.grad(_squared_error)(1.0, *part))
-        for part in zip(x.reshape(2, 2), y.reshape(2, 2), strict=True)
-    ]
+    halves = [(x[:2], y[:2]), (x[2:], y[2:])]
+    first, second = (float(microbatched_grads(1.0, 0.0, *half, 1.0)) for half in halves)
     total = float(microbatched_grads(1.0, 0.0, x, y, 2.0))
-    of_mean = float(jax.grad(lambda w: jnp.mean((w * x - y) ** 2))(1.0))
-    halves = zip(x.reshape(2, 2), y.reshape(2, 2), strict=True)
-    means = sum(
-        float(jax.grad(lambda w, x, y: jnp.mean((w * x - y) ** 2))(1.0, *h)) for h in halves
-    )
+    mean_gradient = jax.grad(lambda w, x, y: jnp.mean((w * x - y) ** 2))
+    means = [float(mean_gradient(1.0, *half)) for half in halves]
     return [
         "d/dw Σ (w·x − y)²  at w=1, x=[1, 2, 3, 4], y=0, in two parts",
         "",
-        *bars([("part 1", parts[0]), ("part 2", parts[1]), ("total", total)]),
+        *bars([("part 1", first), ("part 2", second), ("total", total)]),
         "",
         "Sums add up: the total is the whole batch's gradient. Means do not:",
         "",
-        *bars([("mean of 4 rows", of_mean), ("sum of 2 means", means)], width=30),
+        *bars(
+            [("mean of 4 rows", float(mean_gradient(1.0, x, y))), ("sum of 2 means", sum(means))]
+        ),
         "",
-        "Divide the total by the rows (60 / 4 = 15), never add up the parts' means (5 + 25 = 30).",
+        f"Divide the total by the rows ({total:g} / 4 = {total / 4:g}), "
+        f"never add up the parts' means ({means[0]:g} + {means[1]:g} = {sum(means):g}).",
     ]
 
 
