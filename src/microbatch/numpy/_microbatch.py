@@ -25,9 +25,10 @@ from microbatch._checks import (
     signature_of,
 )
 from microbatch._errors import AccumulatorError, BatchError, MicrobatchError, MicrobatchSizeError
-from microbatch._outputs import Part, assemble, canonical, parts_of
+from microbatch._outputs import Part, canonical
 from microbatch._splitting import Order, Remainder, Split, make_split
-from microbatch._trees import leaves_with_paths, map_leaves, map_prefix, map_subtrees
+from microbatch._trees import leaves_with_paths, map_prefix, map_subtrees
+from microbatch.numpy._folding import Folding
 from microbatch.numpy._folds import Fold, Step, make_folds, refuse_extremes
 from microbatch.numpy._rows import batch_concat, shape_of, take
 
@@ -131,6 +132,7 @@ def microbatch(
         remainder=check_choice(where, "remainder", remainder, ("error", "allow")),
         accumulator=canonical(where, accumulator),
         accumulator_dtype=checked_dtype(where, accumulator_dtype),
+        out=out,
     )
     if microbatch_size is not None and num_microbatches is not None:
         raise MicrobatchSizeError(
@@ -141,7 +143,7 @@ def microbatch(
 
     @functools.wraps(fun)
     def microbatched(*args: Any, **kwargs: Any) -> Any:
-        return _run(fun, settings, weight_fn, out, args, kwargs)
+        return _run(fun, settings, weight_fn, args, kwargs)
 
     return microbatched
 
@@ -161,17 +163,17 @@ class _Settings(NamedTuple):
     remainder: Remainder
     accumulator: Any
     accumulator_dtype: np.dtype | None
+    out: Any
 
 
 def _run(
     fun: Callable[..., Any],
     settings: _Settings,
     weight_fn: Callable[..., Any] | None,
-    out: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    where, accumulator = settings.where, settings.accumulator
+    where = settings.where
     slots = locate(where, settings.signature, settings.argnums, settings.argnames, args, kwargs)
     axes = per_argument(where, "in_axes", settings.in_axes, slots)
     batch = {**dict(enumerate(args)), **kwargs}
@@ -194,10 +196,10 @@ def _run(
             given[slot.key] = map_prefix(lambda a, x: take(x, a, rows), axis, given[slot.key])
         return [given[i] for i in range(len(args))], {name: given[name] for name in kwargs}
 
-    def folds_for(output: Any, rows: int) -> tuple[list[Part], list[Fold]]:
-        parts = parts_of(where, accumulator, output)
-        targets = out_by_path(where, parts, output, out)
-        folds = make_folds(
+    def make(parts: list[Part], targets: dict[str, Any], rows: int) -> list[Fold]:
+        if batch_size == 0:
+            refuse_extremes(where, parts)
+        return make_folds(
             where,
             parts,
             lambda part: batch_concat(where, split, part, rows, targets.get(part.path)),
@@ -205,7 +207,6 @@ def _run(
             accumulator_dtype=settings.accumulator_dtype,
             ragged=split.tail > 0 and split.full > 0,
         )
-        return parts, folds
 
     def run_quietly(rows: slice) -> Any:
         """The output on `rows` where only its types matter."""
@@ -214,18 +215,15 @@ def _run(
             warnings.simplefilter("ignore")
             return fun(*given, **named)
 
+    folding = Folding(where, settings.accumulator, settings.out, make)
     if batch_size == 0:
-        output = run_quietly(slice(0, 0))
-        parts, folds = folds_for(output, 0)
-        refuse_extremes(where, parts)
-        return assemble(accumulator, output, [fold.finalize(fold.init(), 0) for fold in folds])
-
+        folding.start(run_quietly(slice(0, 0)), 0)
+        return folding.result(0)
     limit = split.num_microbatches
     if settings.limit is not None:
         limit = min(max(settings.limit, 0), limit)
-    folds: list[Fold] | None = None
-    skipped: list[Step] = []
     total: Any = 0
+    ran = 0
     for index in range(limit):
         rows = split.size(index)
         given, named = arguments(split.rows(index))
@@ -233,42 +231,27 @@ def _run(
         if weight_fn is not None:
             weight = own_weight = checked_weight(where, weight_fn(*given, **named), index)
             if weight == 0:
-                skipped.append(Step(index, rows))
+                folding.skip(Step(index, rows))
                 continue
         output = fun(*given, **named)
-        step = Step(index, rows, weight, own_weight, total, first=folds is None)
-        if folds is None:
-            parts, folds = folds_for(output, rows)
-            paths, like = [part.path for part in parts], skeleton(output)
-            if split.num_microbatches == 1:
-                results = [f.alone(p.value, step) for f, p in zip(folds, parts, strict=True)]
-                return assemble(accumulator, like, results)
-            carries = [fold.init() for fold in folds]
-        else:
-            parts = same_parts(where, accumulator, output, paths)
-        carries = [
-            f.update(c, p.value, step) for f, c, p in zip(folds, carries, parts, strict=True)
-        ]
-        state.update((carried[a], value) for a, _, value in parts if isinstance(a, Carry))
+        step = Step(index, rows, weight, own_weight, total, first=ran == 0)
+        if not folding.started:
+            folding.start(output, rows)
+        if split.num_microbatches == 1:
+            return folding.alone(output, step)
+        carries = folding.add(output, step)
+        state.update((carried[carry], value) for carry, value in carries.items())
         total += 1 if weight is None else weight
+        ran += 1
         # Released before the next evaluation makes another.
-        del given, named, output, parts
-    if folds is None:
-        output = run_quietly(split.rows(0))
-        _, folds = folds_for(output, split.size(0))
-        like, carries = skeleton(output), [fold.init() for fold in folds]
-    skipped += [Step(i, split.size(i)) for i in range(limit, split.num_microbatches)]
-    for step in skipped:
-        carries = [fold.skip(carry, step) for fold, carry in zip(folds, carries, strict=True)]
+        del given, named, output, carries
+    if not folding.started:
+        folding.start(run_quietly(split.rows(0)), split.size(0))
+    for index in range(limit, split.num_microbatches):
+        folding.skip(Step(index, split.size(index)))
     if weight_fn is None:
         total = split.batch_size / split.microbatch_size if split.tail else split.full
-    results = [fold.finalize(carry, total) for fold, carry in zip(folds, carries, strict=True)]
-    return assemble(accumulator, like, results)
-
-
-def skeleton(output: Any) -> Any:
-    """The structure of `output` without its memory."""
-    return map_leaves(lambda _: 0, output)
+    return folding.result(total)
 
 
 def _batch_leaves(
@@ -317,43 +300,6 @@ def _carried_slots(
 def accumulators_in(accumulator: Any) -> list[Any]:
     """The entries of an accumulators' tree."""
     return [entry for _, entry in leaves_with_paths(accumulator)]
-
-
-def out_by_path(where: str, parts: Sequence[Part], output: Any, out: Any) -> dict[str, Any]:
-    """The arrays to write into, by the path of the CONCAT leaf that each is for."""
-    targets: dict[str, Any] = {}
-
-    def collect(target: Any, path: str, subtree: Any) -> None:
-        if target is not None:
-            targets[path] = target
-
-    try:
-        map_subtrees(collect, out, output, "output", is_prefix_leaf=lambda entry: entry is None)
-    except MicrobatchError as error:
-        raise AccumulatorError(
-            f"{where}: out does not fit the output: {error}.\n"
-            "Give an array for a single output, or a tree like the output with None for what is not written."
-        ) from None
-    kinds = {part.path: part.accumulator for part in parts}
-    for path in targets:
-        if kinds.get(path) is not AccumulationType.CONCAT:
-            raise AccumulatorError(
-                f"{where}: out has an array for {path}, which is not one CONCAT output.\n"
-                "Give None there; only the rows of CONCAT are written into out."
-            )
-    return targets
-
-
-def same_parts(where: str, accumulator: Any, output: Any, expected: Sequence[str]) -> list[Part]:
-    """The parts of a later microbatch's output, which has the paths of the first one's."""
-    parts = parts_of(where, accumulator, output)
-    paths = [part.path for part in parts]
-    if paths != expected:
-        raise AccumulatorError(
-            f"{where}: the output has {', '.join(paths)} in one microbatch and {', '.join(expected)} in the first.\n"
-            "Return the same structure from every microbatch."
-        )
-    return parts
 
 
 def _rows_weight(split: Split, index: int) -> float | None:

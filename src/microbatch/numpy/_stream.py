@@ -17,16 +17,14 @@ from microbatch._checkpoint import (
 )
 from microbatch._checks import name_of
 from microbatch._errors import AccumulatorError, BatchError, EmptyStream
-from microbatch._outputs import assemble, canonical, check_can_weigh, parts_of
+from microbatch._outputs import Part, canonical, check_can_weigh
 from microbatch._trees import leaves_with_paths
+from microbatch.numpy._folding import Folding
 from microbatch.numpy._folds import Fold, Step, make_folds
 from microbatch.numpy._microbatch import (
     accumulators_in,
     checked_dtype,
     checked_weight,
-    out_by_path,
-    same_parts,
-    skeleton,
 )
 from microbatch.numpy._rows import shape_of, stream_concat
 
@@ -127,74 +125,66 @@ def _run(
     path: str | os.PathLike[str] | None,
     out: Any,
 ) -> Any:
-    folding = _Folding(settings, args, out)
+    stream = _Stream(settings, args, out)
     checkpoint: Checkpoint | None = None
     saved: Progress | None = None
     for microbatch in map(_as_arguments, microbatches):
         if path is not None and checkpoint is None:
             checkpoint = Checkpoint(path, settings.where, _identity(settings, args, microbatch))
-            saved = folding.resume(checkpoint, microbatch)
-        if saved is not None and folding.position < saved.position:
-            folding.pass_over(microbatch)
+            saved = stream.resume(checkpoint, microbatch)
+        if saved is not None and stream.position < saved.position:
+            stream.pass_over(microbatch)
         else:
-            if saved is not None and folding.position == saved.position:
-                _check_same_stream(checkpoint, saved, folding)
-            folding.add(microbatch)
-            if checkpoint is not None and folding.started:
-                checkpoint.save(folding.progress)
+            _check_same_stream(checkpoint, saved, stream)
+            stream.add(microbatch)
+            if checkpoint is not None and stream.folding.started:
+                checkpoint.save(stream.progress)
         # Released before the iterable makes the next one.
         del microbatch
-    if saved is not None and folding.position <= saved.position:
-        _check_same_stream(checkpoint, saved, folding)
-    result = folding.result()
+    _check_same_stream(checkpoint, saved, stream)
+    result = stream.result()
     if checkpoint is not None:
         checkpoint.remove()
     return result
 
 
-def _check_same_stream(checkpoint: Checkpoint, saved: Progress, folding: "_Folding") -> None:
-    was, now = (saved.position, saved.numbers["rows_read"]), (folding.position, folding.rows_read)
-    checkpoint.check(
-        "stream", *(f"{rows} rows in {count} microbatches" for count, rows in (was, now))
-    )
+def _check_same_stream(
+    checkpoint: Checkpoint | None, saved: Progress | None, stream: "_Stream"
+) -> None:
+    """Where the stream stands at what the checkpoint holds, or ended before it: as many rows as then."""
+    if checkpoint is not None and saved is not None and stream.position <= saved.position:
+        was = f"{saved.numbers['rows_read']} rows in {saved.position} microbatches"
+        checkpoint.check(
+            "stream", was, f"{stream.rows_read} rows in {stream.position} microbatches"
+        )
 
 
-class _Folding:
-    """One call: the folds, which are known after the first output, and what they hold."""
+class _Stream:
+    """One call: where it is in the stream, and what it holds."""
 
     def __init__(self, settings: _Settings, args: tuple[Any, ...], out: Any) -> None:
         _check_carries(settings, args)
         self.position = 0
+        self.rows_read = 0
+        self.folding = Folding(settings.where, settings.accumulator, out, self._make)
         self._settings = settings
         self._args = list(args)
-        self._out = out
-        self.rows_read = 0
         self._first_rows: int | None = None
         self._first_weight: Any = None
         self._total: Any = 0
-        self._ran = 0
-        self._folds: list[Fold] | None = None
-        self._carries: list[Any] = []
-        self._skipped: list[Step] = []
+        self._output_words = ""
         self._unrun: tuple[Any, ...] | None = None
-
-    @property
-    def started(self) -> bool:
-        """Whether a microbatch has been evaluated."""
-        return self._folds is not None
 
     def add(self, microbatch: tuple[Any, ...]) -> None:
         """Evaluates the next microbatch and folds its output in, or skips it where its weight is 0."""
-        settings = self._settings
         rows = self._read(microbatch)
         own_weight = self._weight(microbatch, rows)
         if own_weight == 0:
-            self._skip(Step(self.position, rows or 0), microbatch)
+            self.folding.skip(Step(self.position, rows or 0))
+            # One is kept: if none has a weight, it is run for the shapes of the result.
+            self._unrun = self._unrun or microbatch
         else:
-            output = settings.fun(*self._args, *microbatch)
-            if self._folds is None:
-                self._start(output, rows)
-            self._fold_in(output, rows, own_weight)
+            self._fold_in(self._settings.fun(*self._args, *microbatch), rows, own_weight)
         self.position += 1
 
     def pass_over(self, microbatch: tuple[Any, ...]) -> None:
@@ -204,37 +194,33 @@ class _Folding:
 
     def result(self) -> Any:
         """What the folds make of the stream."""
-        where = self._settings.where
-        if self._folds is None and self._unrun is None:
+        if self.position == 0:
             raise EmptyStream(
-                f"{where}: microbatches had no element, so not even the shapes of the result are known.\n"
+                f"{self._settings.where}: microbatches had no element, so not even the shapes of "
+                "the result are known.\n"
                 "Give at least one; an iterator can be read only once."
             )
-        if self._folds is None:
+        if not self.folding.started:
             self._start(self._run_quietly(self._unrun), self._first_rows)
-        results = [
-            fold.finalize(carry, self._total)
-            for fold, carry in zip(self._folds, self._carries, strict=True)
-        ]
-        return assemble(self._settings.accumulator, self._like, results)
+        return self.folding.result(self._total)
 
     def progress(self) -> Progress:
         """The state, as a checkpoint holds it."""
+        folding = self.folding
         leaves = {
             f"{i}.{j}": leaf
-            for i, (fold, carry) in enumerate(zip(self._folds, self._carries, strict=True))
+            for i, (fold, carry) in enumerate(zip(folding.folds, folding.carries, strict=True))
             for j, leaf in enumerate(fold.leaves(carry))
         }
         numbers = {
             "rows_read": self.rows_read,
             "total": self._total,
-            "ran": self._ran,
             "first_weight": self._first_weight,
+            "output": self._output_words,
             "types": {name: _type_name(leaf) for name, leaf in leaves.items()},
         }
-        return Progress(
-            self.position, numbers, {name: np.asarray(leaf) for name, leaf in leaves.items()}
-        )
+        arrays = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+        return Progress(self.position, numbers, arrays)
 
     def resume(self, checkpoint: Checkpoint, microbatch: tuple[Any, ...]) -> Progress | None:
         """Takes the state of the file, if there is one.
@@ -245,71 +231,49 @@ class _Folding:
         if saved is None:
             return None
         self._start(self._run_quietly(microbatch), _rows_of(microbatch))
-        numbers = saved.numbers
-        checkpoint.check("output", numbers["output"], self._words)
-        self._total, self._ran = numbers["total"], numbers["ran"]
-        self._first_weight = numbers["first_weight"]
-        for i, fold in enumerate(self._folds):
-            names = [name for name in numbers["types"] if name.startswith(f"{i}.")]
-            leaves = [_as_type(saved.arrays[name], numbers["types"][name]) for name in names]
-            self._carries[i] = fold.from_leaves(leaves)
-            if self._carried[i] is not None:
-                self._args[self._carried[i]] = self._carries[i]
+        numbers, types = saved.numbers, saved.numbers["types"]
+        checkpoint.check("output", numbers["output"], self._output_words)
+        self._total, self._first_weight = numbers["total"], numbers["first_weight"]
+        folding = self.folding
+        for i, (fold, accumulator) in enumerate(
+            zip(folding.folds, folding.accumulators, strict=True)
+        ):
+            names = [name for name in types if name.startswith(f"{i}.")]
+            leaves = [_as_type(saved.arrays[name], types[name]) for name in names]
+            folding.carries[i] = fold.from_leaves(leaves)
+            if isinstance(accumulator, Carry):
+                self._args[accumulator.argnum] = folding.carries[i]
         return saved
 
-    def _start(self, output: Any, rows: int | None) -> None:
-        settings = self._settings
-        parts = parts_of(settings.where, settings.accumulator, output)
-        targets = out_by_path(settings.where, parts, output, self._out)
-        self._folds = make_folds(
-            settings.where,
+    def _make(self, parts: list[Part], targets: dict[str, Any], rows: int) -> list[Fold]:
+        where = self._settings.where
+        return make_folds(
+            where,
             parts,
-            lambda part: stream_concat(settings.where, part, rows or 0, targets.get(part.path)),
+            lambda part: stream_concat(where, part, rows, targets.get(part.path)),
             initial=lambda carry: self._args[carry.argnum],
-            accumulator_dtype=settings.accumulator_dtype,
+            accumulator_dtype=self._settings.accumulator_dtype,
             ragged=False,
         )
-        self._carries = [fold.init() for fold in self._folds]
-        self._like, self._paths = skeleton(output), [part.path for part in parts]
-        self._words = leaves_words(leaves_with_paths(output, "output"))
-        self._carried = [
-            entry.argnum if isinstance(entry, Carry) else None for entry, _, _ in parts
-        ]
-        for step in self._skipped:
-            self._leave_out(step)
-        self._skipped, self._unrun = [], None
 
-    def _skip(self, step: Step, microbatch: tuple[Any, ...]) -> None:
-        if self._folds is None:
-            self._skipped.append(step)
-            # Kept until one runs: where none does, it is run for the shapes of the result.
-            self._unrun = microbatch if self._unrun is None else self._unrun
-        else:
-            self._leave_out(step)
-
-    def _leave_out(self, step: Step) -> None:
-        self._carries = [
-            fold.skip(carry, step) for fold, carry in zip(self._folds, self._carries, strict=True)
-        ]
+    def _start(self, output: Any, rows: int | None) -> None:
+        self._output_words = leaves_words(leaves_with_paths(output, "output"))
+        self.folding.start(output, rows or 0)
+        self._unrun = None
 
     def _fold_in(self, output: Any, rows: int | None, own_weight: Any) -> None:
-        settings = self._settings
+        if not self.folding.started:
+            self._start(output, rows)
         if self._first_weight is None:
             self._first_weight = own_weight
         # Relative to the first weight, so that a stream of one element is that element's output.
         same = own_weight == self._first_weight
         weight = None if same else own_weight / self._first_weight
-        step = Step(self.position, rows or 0, weight, own_weight, self._total, self._ran == 0)
-        parts = same_parts(settings.where, settings.accumulator, output, self._paths)
-        self._carries = [
-            fold.update(carry, part.value, step)
-            for fold, carry, part in zip(self._folds, self._carries, parts, strict=True)
-        ]
-        for accumulator, _, value in parts:
-            if isinstance(accumulator, Carry):
-                self._args[accumulator.argnum] = value
+        first = self._total == 0
+        step = Step(self.position, rows or 0, weight, own_weight, self._total, first)
+        for carry, value in self.folding.add(output, step).items():
+            self._args[carry.argnum] = value
         self._total += 1 if weight is None else weight
-        self._ran += 1
 
     def _read(self, microbatch: tuple[Any, ...]) -> int | None:
         """The rows of the next microbatch."""
