@@ -13,12 +13,14 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.core.primitives import conv_general_dilated_p
 
+from microbatch.jax._programs import bind, inner_programs
+
 
 def has_convolution(jaxpr: Jaxpr) -> bool:
     """Whether the program, or a program inside it, convolves."""
     return any(
         eqn.primitive is conv_general_dilated_p
-        or any(has_convolution(inner) for inner in _inner_programs(eqn.params))
+        or any(has_convolution(inner) for inner in inner_programs(eqn.params))
         for eqn in jaxpr.eqns
     )
 
@@ -47,11 +49,10 @@ def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     for eqn in jaxpr.eqns:
         values = [read(atom) for atom in eqn.invars]
         if eqn.primitive is conv_general_dilated_p:
-            out = _on_cpu_canonical(values, eqn.params)
+            out = [_on_cpu_canonical(values, eqn.params)]
         else:
-            subfuns, params = eqn.primitive.get_bind_params(_rewrite_inner(eqn.params))
-            out = eqn.primitive.bind(*subfuns, *values, **params)
-        env |= zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True)
+            out = bind(eqn, values, _rewrite_inner(eqn.params))
+        env |= zip(eqn.outvars, out, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -112,14 +113,3 @@ def _rewrite_inner(params: dict[str, Any]) -> dict[str, Any]:
         return value
 
     return {key: rewrite(value) for key, value in params.items()}
-
-
-def _inner_programs(params: dict[str, Any]) -> list[Jaxpr]:
-    found: list[Jaxpr] = []
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, Jaxpr):
-                found.append(item)
-    return found
