@@ -55,8 +55,19 @@ class CarriedArguments:
         """One backward into the graphs that the arguments came with."""
         pairs = list(self._rows.values())
         pairs += [(t, d.grad) for t, d in self._shared.values() if d.grad is not None]
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs], inputs=inputs)
+        roots: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        for tensor, grad in pairs:
+            is_leaf = tensor.grad_fn is None
+            if is_leaf and inputs is not None and all(tensor is not leaf for leaf in inputs):
+                continue
+            if is_leaf and tensor.grad is None:
+                tensor.grad = grad  # As it is: autograd would copy it.
+            else:
+                roots.append(tensor)
+                grads.append(grad)
+        if roots:
+            torch.autograd.backward(roots, grads, inputs=inputs)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._shared:

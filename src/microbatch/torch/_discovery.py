@@ -24,12 +24,16 @@ class Found:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     objects: list[tuple[str, Any]] = field(default_factory=list)
     """Anything else with attributes: optimizers, accelerators."""
+    compiled: bool = False
+    """Whether something was wrapped by `torch.compile`."""
     _leaves: tuple[tuple[int, int], list[tuple[str, torch.Tensor]]] | None = None
 
     def add_module(self, name: str, module: nn.Module) -> None:
         """Adds a module with all its submodules."""
         for path, child in module.named_modules():
             self.modules.setdefault(id(child), (f"{name}.{path}" if path else name, child))
+            # Compiled in place, or as a module around this one; torch.compile leaves no public sign.
+            self.compiled |= child._compiled_call_impl is not None or "_orig_mod" in child._modules
 
     def named_leaves(self) -> list[tuple[str, torch.Tensor]]:
         """Every leaf that can receive a gradient, once, with a name."""
@@ -46,8 +50,9 @@ class Found:
         seen: set[int] = set()
         for name, module in self.modules.values():
             for path, parameter in module._parameters.items():
-                wanted = parameter is not None and parameter.requires_grad
-                if wanted and id(parameter) not in seen:
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield f"{name}.{path}", parameter
         for name, tensor in self.tensors:
@@ -101,7 +106,7 @@ def _visit(found: Found, seen: set[int], name: str, item: Any, depth: int) -> No
         visit("self", item.__self__, depth)
         visit(name, item.__func__, depth)
     elif isinstance(item, types.FunctionType):
-        _visit_function(visit, item, depth)
+        _visit_function(found, visit, item, depth)
     elif isinstance(item, Mapping):
         if len(item) <= _LARGEST_CONTAINER:
             for key, value in list(item.items()):
@@ -114,12 +119,15 @@ def _visit(found: Found, seen: set[int], name: str, item: Any, depth: int) -> No
         _visit_object(found, visit, name, item, depth)
 
 
-def _visit_function(visit: Callable[..., None], fun: types.FunctionType, depth: int) -> None:
+def _visit_function(
+    found: Found, visit: Callable[..., None], fun: types.FunctionType, depth: int
+) -> None:
     wrapped = inspect.unwrap(fun)
     if wrapped is not fun and isinstance(wrapped, types.FunctionType):
         visit(wrapped.__name__, wrapped, depth)
     original = fun.__dict__.get("_torchdynamo_orig_callable")
     if original is not None:
+        found.compiled = True
         visit(fun.__name__, original, depth)
     for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or ()):
         try:

@@ -43,34 +43,32 @@ def read_weights(
     Raises:
       DistributedError: another process refused its call.
     """
-    flat = [weight for column in columns for weight in column]
-    on_device = [w for w in flat if isinstance(w, torch.Tensor) and w.device.type != "cpu"]
-    home = on_device[0].device if on_device else torch.device("cpu")
-    wide = torch.float32 if home.type == "mps" else torch.float64
-    if on_device:
-        local = torch.stack([torch.as_tensor(w, device=home).to(wide).reshape(()) for w in flat])
-    else:
-        local = torch.tensor([_number(where, w) for w in flat], dtype=wide)
-    if not groups:
-        weights = _by_column(local.tolist(), columns)
-        return Totals(weights, tuple(map(sum, weights)), even=True)
-    lengths = [len(column) for column in columns]
-    sums = (
-        [part.sum() for part in local.split(lengths)]
-        if flat
-        else [local.new_zeros(())] * len(columns)
+    flat = [_checked(where, weight) for column in columns for weight in column]
+    tensors = [weight for weight in flat if isinstance(weight, torch.Tensor)]
+    # Numbers stay on the host; tensors, wherever they are, are read together.
+    host = [0.0 if isinstance(weight, torch.Tensor) else float(weight) for weight in flat]
+    home = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+    stacked = (
+        torch.stack([t.to(home, _wide(home)).reshape(()) for t in tensors]) if tensors else None
     )
+    if not groups:
+        weights = _by_column(host, stacked.tolist() if stacked is not None else [], flat, columns)
+        return Totals(weights, tuple(map(sum, weights)), even=True)
+    device = device or home
+    owner = [c for c, column in enumerate(columns) for _ in column]
+    sums = [0.0] * len(columns)
+    for column, number in zip(owner, host):
+        sums[column] += number
     # The count and its square tell in one sum whether all counts are equal: n·Σc² = (Σc)² only then.
     head = [1.0, num_microbatches, num_microbatches**2, OK if failure is None else FAILED]
-    told = (
-        torch.cat([torch.tensor(head, dtype=wide), torch.stack(sums).to("cpu")])
-        if not on_device
-        else (torch.cat([torch.tensor(head, dtype=wide, device=home), torch.stack(sums)]))
-    )
-    told = told.to(device or home)
+    told = torch.tensor([*head, *sums], dtype=_wide(device)).to(device)
+    if stacked is not None:
+        stacked = stacked.to(device, _wide(device))
+        columns_of = [c for c, w in zip(owner, flat) if isinstance(w, torch.Tensor)]
+        told.index_add_(0, torch.tensor(columns_of).to(device) + len(head), stacked)
     for group in groups:
         dist.all_reduce(told, group=group)
-    numbers = torch.cat([told, local.to(told.device)]).tolist()
+    numbers = torch.cat([told] if stacked is None else [told, stacked]).tolist()
     processes, count, squares, failed, *rest = numbers
     if failure is not None:
         raise failure
@@ -80,7 +78,7 @@ def read_weights(
             "Fix what that process reports; nothing was changed here."
         )
     return Totals(
-        _by_column(rest[len(columns) :], columns),
+        _by_column(host, rest[len(columns) :], flat, columns),
         tuple(rest[: len(columns)]),
         even=processes * squares == count * count,
     )
@@ -99,13 +97,20 @@ def sum_over(
 
 
 def _by_column(
-    numbers: list[float], columns: Sequence[Sequence[Any]]
+    host: list[float], read: list[float], flat: Sequence[Any], columns: Sequence[Sequence[Any]]
 ) -> tuple[tuple[float, ...], ...]:
-    remaining = iter(numbers)
-    return tuple(tuple(next(remaining) for _ in column) for column in columns)
+    from_tensors = iter(read)
+    merged = iter(
+        next(from_tensors) if isinstance(weight, torch.Tensor) else number
+        for number, weight in zip(host, flat)
+    )
+    return tuple(tuple(next(merged) for _ in column) for column in columns)
 
 
-def _number(where: str, weight: Any) -> float:
+def _checked(where: str, weight: Any) -> Any:
+    """A number, or a tensor of one element."""
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        return weight
     try:
         return float(weight)
     except (TypeError, ValueError, RuntimeError):
@@ -114,3 +119,7 @@ def _number(where: str, weight: Any) -> float:
             f"{where}: weight_fn gave a {type(weight).__name__}{shape}.\n"
             "Give one number per microbatch, for example (labels != -100).sum()."
         ) from None
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

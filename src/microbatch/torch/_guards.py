@@ -61,8 +61,8 @@ class Guard:
         """Watches the modules that run; buffers that change are restored where small, and refused."""
         for name, module in self._found.modules.values():
             self._watch(name, module)
-        # A compiled module would announce a global hook as a mistake, and what it traces holds no such hook.
-        compiled = any(hasattr(m, "_orig_mod") for _, m in self._found.modules.values())
+        # What is compiled while a global hook is there would be compiled once more without it.
+        compiled = self._found.compiled
         handle = None if compiled else register_module_forward_pre_hook(self._before_module)
         try:
             yield
