@@ -184,8 +184,8 @@ def _reduced(
             refuse_change(where, kind, path, step.index, spec, array)
         if step.first and writes_first:
             # Written, not added to zeros: −0.0 keeps its sign.
-            weight = 1 if step.weight is None else step.weight
-            carry[...] = array if weight == 1 else np.multiply(array, weight, dtype=dtype)
+            weighted = kind is AccumulationType.MEAN and step.weight is not None
+            carry[...] = np.multiply(array, step.weight, dtype=dtype) if weighted else array
             return carry
         return rule.update(carry, array, step.weight, step.total)
 

@@ -56,6 +56,8 @@ def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
 
 def shape_of(leaf: Any) -> tuple[int, ...] | None:
     """The shape of anything that has one and can be sliced (arrays, memory maps, HDF5 data sets); None for the rest."""
+    if isinstance(leaf, bool | int | float | complex):
+        return ()
     return tuple(leaf.shape) if hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") else None
 
 
