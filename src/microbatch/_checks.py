@@ -195,7 +195,9 @@ def per_argument(where: str, name: str, value: Any, slots: Sequence[Slot]) -> tu
     return tuple(value)
 
 
-def batch_size_of(where: str, leaves: Sequence[Leaf]) -> tuple[int, str]:
+def batch_size_of(
+    where: str, leaves: Sequence[Leaf], option: str = "in_axes"
+) -> tuple[int, str]:
     """The common number of rows, and the first leaf in words; unequal or missing rows are refused with their paths."""
     if not leaves:
         raise BatchError(
@@ -222,7 +224,7 @@ def batch_size_of(where: str, leaves: Sequence[Leaf]) -> tuple[int, str]:
         )
         raise BatchError(
             f"{where}: batch arguments need equally many rows, and these have different numbers:\n{rows}\n"
-            "Give them the same number of rows, or name each one's axis in in_axes."
+            f"Give them the same number of rows, or name each one's axis in {option}."
         )
     return sizes[0], f"{leaves[0].path} along axis {leaves[0].axis}"
 

@@ -1,6 +1,9 @@
 """Microbatching in PyTorch: a training step on a batch of any size, and the transformations it is made of."""
 
 from microbatch._accumulation import AccumulationType, Accumulator, Carry
+from microbatch.torch._gradient_accumulation import gradient_accumulation
+from microbatch.torch._microbatch import microbatch, reshape_batch_axis
+from microbatch.torch._planning import plan
 from microbatch.torch._training import backward, backward_window, value_and_grad, windows
 
 __all__ = [
@@ -9,6 +12,10 @@ __all__ = [
     "Carry",
     "backward",
     "backward_window",
+    "gradient_accumulation",
+    "microbatch",
+    "plan",
+    "reshape_batch_axis",
     "value_and_grad",
     "windows",
 ]

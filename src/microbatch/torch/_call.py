@@ -1,0 +1,366 @@
+"""One call of a microbatched function: its arguments as flat tensors, and one microbatch as a function of them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode,
+)  # no public mode runs real modules for shapes alone
+
+from microbatch._accumulation import AccumulationType, Carry
+from microbatch._checks import Leaf, Slot, batch_size_of
+from microbatch._errors import AccumulatorError, BatchError, MicrobatchError
+from microbatch._outputs import Part
+from microbatch._trees import leaves_with_paths, map_leaves, map_prefix
+from microbatch.torch._accumulators import FoldOptions, Layout, take
+from microbatch.torch._autocast import Autocast, fresh_casts, restored
+from microbatch.torch._captured import (
+    Member,
+    captured_tensors,
+    installed,
+    matters,
+    members_of,
+    rebind,
+)
+from microbatch.torch._discovery import Found, discover
+from microbatch.torch._internals import is_transformed, transforms_active
+from microbatch.torch._program import Output, Place, Program, Schedule, output_of
+from microbatch.torch._randomness import Randomness
+
+
+class Rows(NamedTuple):
+    """A tensor of the batch arguments: which leaf of which argument it is, and its axis (not negative)."""
+
+    key: int | str
+    leaf: int
+    axis: int
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call and where their rows are."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: tuple[Rows, ...]
+    batch_size: int
+    subject: str
+
+    def cut(self, rows: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one microbatch; everything without rows is passed through untouched."""
+        axes: dict[int | str, dict[int, int]] = {}
+        for found in self.rows:
+            axes.setdefault(found.key, {})[found.leaf] = found.axis
+
+        def cut_argument(key: int | str, value: Any) -> Any:
+            if key not in axes:
+                return value
+            count = iter(range(1 << 62))
+
+            def cut_leaf(leaf: Any) -> Any:
+                axis = axes[key].get(next(count))
+                return leaf if axis is None else take(leaf, axis, rows)
+
+            return map_leaves(cut_leaf, value)
+
+        args = tuple(cut_argument(i, value) for i, value in enumerate(self.args))
+        return args, {name: cut_argument(name, value) for name, value in self.kwargs.items()}
+
+
+def arguments_of(
+    where: str,
+    slots: Sequence[Slot],
+    in_dims: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Arguments:
+    """The batch arguments' tensors with their axes; numbers, strings and modules beside them are passed on."""
+    leaves: list[Leaf] = []
+    rows: list[Rows] = []
+    for slot, dims in zip(slots, in_dims, strict=True):
+        value = args[slot.key] if isinstance(slot.key, int) else kwargs[slot.key]
+        axes: list[Any] = []
+        map_prefix(lambda dim, _: axes.append(dim), dims, value, is_prefix_leaf=lambda d: d is None)
+        for number, (path, leaf) in enumerate(leaves_with_paths(value, slot.name)):
+            axis = axes[number]
+            if axis is None:
+                continue
+            if isinstance(leaf, torch.Tensor):
+                leaves.append(Leaf(path, tuple(leaf.shape), axis))
+                rows.append(Rows(slot.key, number, axis % max(leaf.ndim, 1)))
+            elif getattr(leaf, "shape", ()) != () and hasattr(leaf, "__array__"):
+                raise BatchError(
+                    f"{where}: {path} is a {type(leaf).__name__} of shape {tuple(leaf.shape)}, not a tensor.\n"
+                    "Convert it, for example with torch.as_tensor."
+                )
+    batch_size, subject = batch_size_of(where, leaves, option="in_dims")
+    return Arguments(args, kwargs, tuple(rows), batch_size, f"{where}: {subject}")
+
+
+class Input(NamedTuple):
+    """Where one flat input comes from, and goes to."""
+
+    tensor: torch.Tensor
+    axis: int | None = None
+    argument: tuple[int | str, int] | None = None
+    member: Member | None = None
+    real: bool = False
+
+
+class Call:
+    """The program of one call.
+
+    Args:
+      where: the words that open a message.
+      fun: the function.
+      arguments: its arguments.
+      accumulator: the canonical accumulator tree.
+      randomness: what was drawn, to be drawn again.
+      options: of the folds.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        fun: Callable[..., Any],
+        arguments: Arguments,
+        accumulator: Any,
+        schedule: Schedule,
+        randomness: Randomness,
+        options: FoldOptions,
+    ) -> None:
+        self.where = where
+        self.layout: Layout | None = None
+        self.carries: dict[int, dict[int | str, Any]] = {}
+        """By microbatch, the arguments that the one before it carried over."""
+        self.carried: list[Any] = []
+        """The states after the last microbatch that ran, in the order of the parts."""
+        self._fun = fun
+        self._arguments = arguments
+        self._accumulator = accumulator
+        self._schedule = schedule
+        self._randomness = randomness
+        self._options = options
+        self._autocast = Autocast.now()
+        self._first_rows = schedule.split.microbatch_size
+        self.watch_states: Callable[[list[Any]], None] = lambda states: None
+        """Called with the states of a microbatch, before they are cut from their graph."""
+
+    def found(self) -> Found:
+        """The modules that the function and its arguments hold."""
+        modules = [
+            leaf
+            for _, leaf in leaves_with_paths((self._arguments.args, self._arguments.kwargs))
+            if isinstance(leaf, nn.Module)
+        ]
+        return discover(self._fun, modules)
+
+    def collect(self, found: Found | None) -> None:
+        """Finds the flat inputs: rows, arguments and captured tensors that matter, parameters of modules."""
+        axes = {(rows.key, rows.leaf): rows.axis for rows in self._arguments.rows}
+        named = [*enumerate(self._arguments.args), *self._arguments.kwargs.items()]
+        inputs: list[Input] = []
+        for key, value in named:
+            for number, (_, leaf) in enumerate(leaves_with_paths(value)):
+                axis = axes.get((key, number))
+                if isinstance(leaf, torch.Tensor) and (axis is not None or matters(leaf)):
+                    inputs.append(Input(leaf, axis, (key, number)))
+        if found is not None:
+            inputs += [Input(tensor) for tensor in captured_tensors(self._fun)]
+            functional = transforms_active()
+            reals: set[int] = set()
+            for member in members_of([module for _, module in found.modules.values()]):
+                plain = member.tensor.is_leaf and not is_transformed(member.tensor)
+                if functional or not plain:
+                    inputs.append(Input(member.tensor, member=member))
+                elif id(member.tensor) not in reals:
+                    reals.add(id(member.tensor))
+                    inputs.append(Input(member.tensor, real=True))
+        self._inputs = inputs
+        self._captured = [i for i, a in enumerate(inputs) if _is_captured(a)]
+        self._members = [i for i, a in enumerate(inputs) if a.member is not None]
+
+    def add_real(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Adds leaves that turned out to be used."""
+        self._inputs = [*self._inputs, *(Input(leaf, real=True) for leaf in leaves)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The flat inputs."""
+        return [entry.tensor for entry in self._inputs]
+
+    def program(self) -> Program:
+        """The call as a program over `tensors`."""
+        split = self._schedule.split
+        places = [
+            None if entry.axis is None else Place(entry.axis, split.microbatch_size, split.tail)
+            for entry in self._inputs
+        ]
+        return Program(
+            schedule=self._schedule,
+            evaluate=self.evaluate,
+            places=tuple(places),
+            real=tuple(entry.real for entry in self._inputs),
+            outputs=self.outputs,
+            options=self._options,
+            abstract=self.abstract,
+            where=self.where,
+            replaying=self._replaying,
+        )
+
+    def outputs(self) -> list[Output]:
+        """What the program accumulates; the states that are carried are not part of it."""
+        assert self.layout is not None
+        return [
+            output_of(
+                part.accumulator, part.path, part.value, self._schedule.split, self._first_rows
+            )
+            for part in self._simple(self.layout.parts)
+        ]
+
+    def evaluate(self, index: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One microbatch: the function on its leaves. A second time, what it drew is drawn again."""
+        output = self.run_function(index, leaves)
+        if self.layout is None:
+            self.layout = Layout.of(self.where, self._accumulator, output)
+            self._first_rows = self._schedule.split.size(index)
+        values = self.layout.flatten(output)
+        for value in values:
+            if (
+                isinstance(value, torch.Tensor)
+                and is_transformed(value)
+                and not transforms_active()
+            ):
+                raise MicrobatchError(
+                    f"{self.where}: the function uses a tensor of an outer torch.func transformation that cannot be "
+                    "found from it.\nPass the tensor as an argument."
+                )
+        return self._carry(index, values)
+
+    def run_function(self, index: int, leaves: Sequence[torch.Tensor]) -> Any:
+        """The function's own output for a microbatch, from its leaves."""
+        args, kwargs = self._rebuild(leaves, self.carries.get(index, {}))
+        fun = self._fun
+        if self._captured:
+            given = {id(self._inputs[i].tensor): leaves[i] for i in self._captured}
+            fun = rebind(fun, lambda tensor: given.get(id(tensor), tensor))
+        members = [self._inputs[i].member._replace(tensor=leaves[i]) for i in self._members]
+        drawing = nullcontext() if index < 0 else self._randomness.microbatch(index)
+        with installed(members), drawing, fresh_casts():
+            return fun(*args, **kwargs)
+
+    def abstract(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of a full microbatch by shapes alone; nothing is run and nothing is drawn."""
+        rows = self._schedule.split.microbatch_size
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            leaves = []
+            for entry, tensor in zip(self._inputs, tensors, strict=True):
+                fake = mode.from_tensor(tensor)
+                if entry.axis is not None:
+                    shape = list(fake.shape)
+                    shape[entry.axis] = rows
+                    fake = fake.new_empty(shape)
+                leaves.append(fake)
+            output = self.run_function(-1, leaves)
+        self.layout = Layout.of(self.where, self._accumulator, output)
+        return [part.value for part in self._simple(self.layout.parts)]
+
+    def result(self, values: Sequence[torch.Tensor]) -> Any:
+        """The whole output from the accumulated values and the carried states."""
+        assert self.layout is not None
+        simple, carried = iter(values), iter(self.carried or self._initial_states())
+        return self.layout.assemble(
+            [
+                next(carried) if isinstance(part.accumulator, Carry) else next(simple)
+                for part in self.layout.parts
+            ]
+        )
+
+    def _carry(self, index: int, values: list[Any]) -> list[torch.Tensor]:
+        """Hands the carried states to the next microbatch; returns the other values."""
+        assert self.layout is not None
+        parts = self.layout.parts
+        if not any(isinstance(part.accumulator, Carry) for part in parts):
+            return values
+        states = [
+            map_leaves(_detached, value)
+            for part, value in zip(parts, values)
+            if isinstance(part.accumulator, Carry)
+        ]
+        indices = [step.index for step in self._schedule.steps]
+        after = indices.index(index) + 1
+        if after == len(indices):
+            self.carried = self.carried or states
+        elif indices[after] not in self.carries:
+            keys = [
+                part.accumulator.argnum for part in parts if isinstance(part.accumulator, Carry)
+            ]
+            self.carries[indices[after]] = {self.key(n): s for n, s in zip(keys, states)}
+        self.watch_states([v for p, v in zip(parts, values) if isinstance(p.accumulator, Carry)])
+        return [
+            value for part, value in zip(parts, values) if not isinstance(part.accumulator, Carry)
+        ]
+
+    def _initial_states(self) -> list[Any]:
+        assert self.layout is not None
+        args = self._arguments.args
+        return [
+            args[part.accumulator.argnum]
+            for part in self.layout.parts
+            if isinstance(part.accumulator, Carry)
+        ]
+
+    def key(self, argnum: int) -> int:
+        count = len(self._arguments.args)
+        key = argnum + count if argnum < 0 else argnum
+        if not 0 <= key < count or any(rows.key == key for rows in self._arguments.rows):
+            raise AccumulatorError(
+                f"{self.where}: Carry({argnum}) names no argument that is passed by position and is not a batch "
+                f"argument; the call has {count}.\n"
+                "Give the position of the argument that starts the state."
+            )
+        return key
+
+    def _simple(self, parts: Sequence[Part]) -> list[Part]:
+        return [part for part in parts if isinstance(part.accumulator, AccumulationType)]
+
+    @contextmanager
+    def _replaying(self) -> Any:
+        with self._randomness.replaying(), restored(self._autocast):
+            yield
+
+    def _rebuild(
+        self, leaves: Sequence[torch.Tensor], carried: dict[int | str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with `leaves` in the places where the inputs came from."""
+        new: dict[int | str, dict[int, torch.Tensor]] = {}
+        for entry, leaf in zip(self._inputs, leaves, strict=False):
+            if entry.argument is not None and leaf is not entry.tensor:
+                key, number = entry.argument
+                new.setdefault(key, {})[number] = leaf
+
+        def argument(key: int | str, value: Any) -> Any:
+            if key in carried:
+                return carried[key]
+            if key not in new:
+                return value
+            count = iter(range(1 << 62))
+
+            def place(leaf: Any) -> Any:
+                return new[key].get(next(count), leaf)
+
+            return map_leaves(place, value)
+
+        args = tuple(argument(i, value) for i, value in enumerate(self._arguments.args))
+        kwargs = {name: argument(name, value) for name, value in self._arguments.kwargs.items()}
+        return args, kwargs
+
+
+def _is_captured(entry: Input) -> bool:
+    return entry.argument is None and entry.member is None and not entry.real
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

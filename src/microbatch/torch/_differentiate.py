@@ -1,0 +1,425 @@
+"""How a call is run: without a derivative, with one that is made in the forward pass, or with one that recomputes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from microbatch._accumulation import AccumulationType, Accumulator, Carry, as_accumulator
+from microbatch._errors import AccumulatorError, GraphError, MicrobatchError
+from microbatch._trees import leaves_with_paths, map_leaves, map_subtrees
+from microbatch.torch._accumulators import FoldOptions, Layout, make_fold
+from microbatch.torch._autocast import Autocast
+from microbatch.torch._call import Arguments, Call
+from microbatch.torch._discovery import Found
+from microbatch.torch._gradient_sums import GradientSums
+from microbatch.torch._guards import Guard
+from microbatch.torch._internals import Reached, transforms_active
+from microbatch.torch._program import Microbatched, Program, Schedule
+from microbatch.torch._randomness import Randomness
+
+Differentiate = Literal["auto", "in_forward", "recompute", "store"]
+DIFFERENTIATE = ("auto", "in_forward", "recompute", "store")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call with its settings."""
+
+    where: str
+    fun: Callable[..., Any]
+    arguments: Arguments
+    accumulator: Any
+    schedule: Schedule
+    options: FoldOptions
+    differentiate: Differentiate
+    rng: Any
+    allow_row_mixing: bool
+
+    def call(self) -> Call:
+        """The call's program, still to be collected."""
+        return Call(
+            self.where,
+            self.fun,
+            self.arguments,
+            self.accumulator,
+            self.schedule,
+            Randomness(self.where, self.rng),
+            self.options,
+        )
+
+
+def evaluate(task: Task) -> Any:
+    """The output of the call."""
+    follows = torch.is_grad_enabled() or transforms_active()
+    if task.differentiate == "store" or _has(task.accumulator, Accumulator):
+        return _loop(task, follows)
+    call = task.call()
+    found = call.found()
+    guard = _guard(task, found)
+    guard.check_found()
+    if not follows:
+        call.collect(None)
+        return call.result(call.program().run(call.tensors))
+    call.collect(found)
+    if transforms_active():
+        if _has(task.accumulator, Carry):
+            raise MicrobatchError(
+                f"{task.where}: a Carry is not followed by transformations of torch.func.\n"
+                "Call the microbatched function outside of them, or return the state as an ordinary output."
+            )
+        return _joined(call, call.program())
+    if not task.schedule.steps:
+        return _joined(call, call.program())
+    return _Probed(task, call, found, guard).result()
+
+
+def refuse_row_mixing(task: Task) -> None:
+    """The checks that come before anything runs, for where the whole batch is one microbatch."""
+    _guard(task, task.call().found()).check_found()
+
+
+class _Probed:
+    """A call whose first microbatch has run under autograd: what it used and what it gave decide how to go on."""
+
+    def __init__(self, task: Task, call: Call, found: Found, guard: Guard) -> None:
+        self._task = task
+        self._call = call
+        self._found = found
+        self._step = task.schedule.steps[0]
+        program = call.program()
+        tensors = call.tensors
+        needed = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        self._sums = GradientSums(task.where, tensors, program.places, program.real, needed)
+        states = _States(task, call, self._step.index)
+        with torch.enable_grad(), guard.first_microbatch():
+            leaves = self._sums.leaves(program.leaves(tensors, self._step.index), self._step.index)
+            self._values = program.evaluate(self._step.index, leaves)
+        outputs = [value for value in self._values if value.requires_grad]
+        unknown = [leaf for leaf in self._sums.check(outputs) if not states.owns(leaf)]
+        states.check(outputs)
+        if unknown:
+            call.add_real(unknown)
+            self._sums.add_leaves({len(tensors) + i: leaf for i, leaf in enumerate(unknown)})
+
+    def result(self) -> Any:
+        program = self._call.program()
+        program.differentiable = tuple(value.requires_grad for value in self._values)
+        obstacle = self._obstacle(program)
+        wanted = self._task.differentiate
+        if wanted == "in_forward" and obstacle is not None:
+            raise MicrobatchError(
+                f'{self._task.where}: differentiate="in_forward" needs scalar outputs with SUM or MEAN, but {obstacle}.\n'
+                'Use differentiate="recompute".'
+            )
+        scalars = sum(program.differentiable)
+        chosen = wanted == "in_forward" or (wanted == "auto" and scalars == 1)
+        if scalars and chosen and obstacle is None:
+            return self._call.result(self._in_forward(program))
+        values = self._values
+        program.first.append([value.detach() for value in values])
+        del values, self._values, self._sums
+        if not scalars:
+            return self._call.result(program.run(self._call.tensors))
+        return _joined(self._call, program)
+
+    def _obstacle(self, program: Program) -> str | None:
+        """Why the gradients cannot be made in the forward pass; None if they can."""
+        outputs = program.outputs()
+        flags = program.differentiable or ()
+        for output, value, flag in zip(outputs, self._values, flags, strict=True):
+            if not flag:
+                continue
+            if output.kind not in (AccumulationType.SUM, AccumulationType.MEAN):
+                return f"{output.path} has {output.kind.name}"
+            if value.ndim or not value.dtype.is_floating_point:
+                return (
+                    f"{output.path} is {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+                )
+        for name, module in self._found.modules.values():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                if module.find_unused_parameters:
+                    return f"{name} is a DistributedDataParallel with find_unused_parameters=True"
+                if module.static_graph:
+                    return f"{name} is a DistributedDataParallel with static_graph=True"
+        if self._task.differentiate == "auto" and self._in_half(flags):
+            return "float16 gradients would be made before the loss scale arrives"
+        return None
+
+    def _in_half(self, flags: Sequence[bool]) -> bool:
+        autocast = any(a.enabled and a.dtype is torch.float16 for a in Autocast.now())
+        tensors = [t for t in self._call.tensors if t.requires_grad]
+        tensors += [value for value, flag in zip(self._values, flags) if flag]
+        return autocast or any(t.dtype is torch.float16 for t in tensors)
+
+    def _in_forward(self, program: Program) -> list[torch.Tensor]:
+        schedule = self._task.schedule
+        tensors = self._call.tensors
+        lanes = [j for j, flag in enumerate(program.differentiable or ()) if flag]
+        self._sums.open_lanes(len(lanes))
+        folds, carries = [], []
+        values, self._values = self._values, []
+        with self._sums.collecting():
+            for step in schedule.steps:
+                if not values:
+                    with torch.enable_grad():
+                        given = program.leaves(tensors, step.index)
+                        leaves = self._sums.leaves(given, step.index)
+                        values = program.evaluate(step.index, leaves)
+                for lane, j in enumerate(lanes):
+                    share = _share(program, j, step.weight)
+                    self._sums.add(
+                        [values[j]],
+                        [torch.full_like(values[j], share)],
+                        schedule.split,
+                        step.index,
+                        lane=lane,
+                        keep_graph=lane + 1 < len(lanes),
+                    )
+                values = [value.detach() for value in values]
+                with torch.no_grad():
+                    folds = folds or program.folds(values, step.rows)
+                    carries = carries or [fold.init() for fold in folds]
+                    carries = [
+                        fold.update(carry, value, step)
+                        for fold, carry, value in zip(folds, carries, values, strict=True)
+                    ]
+                values = []
+            with torch.no_grad():
+                results = [
+                    fold.finalize(carry, schedule.total)
+                    for fold, carry in zip(folds, carries, strict=True)
+                ]
+        made = _Made(self._task.where, results, lanes, self._sums)
+        return list(_InForward.apply(made, *tensors))
+
+
+class _States:
+    """The initial states of the carried arguments, as leaves, so that it shows whether a derivative would go through."""
+
+    def __init__(self, task: Task, call: Call, index: int) -> None:
+        self._where = task.where
+        self._leaves: set[int] = set()
+        self._depends = False
+        carries = [e for e in _entries(task.accumulator) if isinstance(e, Carry)]
+        self._kept: list[Any] = []
+        if not carries:
+            return
+        self._call, self._index = call, index
+        self._since = 0
+        started = {}
+        for carry in carries:
+            key = call.key(carry.argnum)
+            started[key] = map_leaves(self._leaf, task.arguments.args[key])
+        call.carries[index] = started
+        call.watch_states = self._watch
+
+    def owns(self, leaf: torch.Tensor) -> bool:
+        return id(leaf) in self._leaves
+
+    def check(self, outputs: Sequence[torch.Tensor]) -> None:
+        if not self._kept:
+            return
+        self._call.watch_states = lambda states: None
+        del self._call.carries[self._index]
+        if self._depends and any(self.owns(leaf) for leaf in Reached(outputs, 0).leaves):
+            raise AccumulatorError(
+                f"{self._where}: the output depends on a carried state, and the state on something that is differentiated; "
+                "no derivative flows through a Carry, so it would be missing.\n"
+                "Detach the state where it is used, or call the function under torch.no_grad()."
+            )
+
+    def _leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        self._depends = self._depends or leaf.requires_grad
+        fresh = leaf.detach()
+        if fresh.dtype.is_floating_point or fresh.dtype.is_complex:
+            fresh.requires_grad_()
+        self._leaves.add(id(fresh))
+        self._kept.append(fresh)
+        return fresh
+
+    def _watch(self, states: list[Any]) -> None:
+        tensors = [t for _, t in leaves_with_paths(states) if isinstance(t, torch.Tensor)]
+        reached = Reached([t for t in tensors if t.requires_grad], 0)
+        self._depends = self._depends or any(not self.owns(leaf) for leaf in reached.leaves)
+
+
+@dataclass
+class _Made:
+    """Results, and the gradients that were made with them."""
+
+    where: str
+    results: list[torch.Tensor]
+    lanes: list[int]
+    sums: GradientSums | None = field(repr=False)
+
+
+class _InForward(torch.autograd.Function):
+    """The node whose gradients exist already; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, made: _Made, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.made = made
+        ctx.set_materialize_grads(False)
+        constant = [t for j, t in enumerate(made.results) if j not in made.lanes]
+        ctx.mark_non_differentiable(*constant)
+        results, made.results = made.results, []
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        made = ctx.made
+        sums, made.sums = made.sums, None
+        if sums is None:
+            raise GraphError(
+                f"{made.where}: the gradients were made in the forward pass and have been used; backward runs once.\n"
+                'Use differentiate="recompute".'
+            )
+        gradients: list[torch.Tensor | None] = [None] * (len(ctx.needs_input_grad) - 1)
+        for lane, j in enumerate(made.lanes):
+            cotangent = cotangents[j]
+            if cotangent is None:
+                continue
+            held = sums.sums(lane)
+            for i in list(held):
+                scaled = held.pop(i).mul_(cotangent)
+                gradients[i] = scaled if gradients[i] is None else gradients[i].add_(scaled)
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                gradients[i] = gradient.to(sums.dtype(i))
+        return (None, *gradients)
+
+
+def _joined(call: Call, program: Program) -> Any:
+    results = Microbatched.apply(program, *call.tensors)
+    return call.result(results[: len(program.outputs())])
+
+
+def _share(program: Program, j: int, weight: float | None) -> float:
+    """What the value of a microbatch counts in output j."""
+    if program.outputs()[j].kind is AccumulationType.SUM:
+        return 1.0
+    total = program.schedule.total
+    return (1 if weight is None else weight) / total if total else 0.0
+
+
+def _loop(task: Task, follows: bool) -> Any:
+    """A plain loop, for accumulators of one's own and for keeping everything.
+
+    Autograd follows the accumulation. Unless everything is to be kept, each microbatch is a node that recomputes.
+    """
+    call = task.call()
+    _guard(task, call.found()).check_found()
+    recomputes = follows and task.differentiate != "store"
+    options = task.options._replace(tracked=follows)
+    layout: Layout | None = None
+    folds, carries = [], []
+    states: dict[int, Any] = {}
+    for step in task.schedule.steps:
+        args, kwargs = task.arguments.cut(task.schedule.split.rows(step.index))
+        args = tuple(states.get(i, value) for i, value in enumerate(args))
+        if recomputes:
+            output = evaluate(_one_microbatch(task, args, kwargs, step))
+        else:
+            output = task.fun(*args, **kwargs)
+        if layout is None:
+            layout = Layout.of(task.where, task.accumulator, output)
+            folds = [make_fold(part, options, step.rows) for part in layout.parts]
+            carries = [fold.init() for fold in folds]
+        values = layout.flatten(output)
+        for j, part in enumerate(layout.parts):
+            if isinstance(part.accumulator, Carry):
+                values[j] = map_leaves(_detached, values[j])
+                states[call.key(part.accumulator.argnum)] = values[j]
+        carries = [
+            fold.update(carry, value, step)
+            for fold, carry, value in zip(folds, carries, values, strict=True)
+        ]
+        del output, values
+    if layout is None:
+        call.collect(None)
+        call.abstract(call.tensors)
+        layout = call.layout
+        assert layout is not None
+        rows = task.schedule.split.microbatch_size
+        folds = [make_fold(part, options, rows) for part in layout.parts]
+        carries = [fold.init() for fold in folds]
+        for j, part in enumerate(layout.parts):
+            if isinstance(part.accumulator, Carry):
+                carries[j] = task.arguments.args[call.key(part.accumulator.argnum)]
+    return layout.assemble(
+        [fold.finalize(carry, task.schedule.total) for fold, carry in zip(folds, carries)]
+    )
+
+
+def _one_microbatch(task: Task, args: tuple[Any, ...], kwargs: dict[str, Any], step: Any) -> Task:
+    """A task that is one microbatch of `task`, its output as it is."""
+    rows = step.rows
+    split = task.schedule.split
+    single = type(split)(rows, max(rows, 1), split.order)
+    whole = Schedule(single, (step._replace(index=0, weight=None, total=0, first=True),), 1)
+    return Task(
+        task.where,
+        task.fun,
+        Arguments(args, kwargs, task.arguments.rows, rows, task.arguments.subject),
+        AccumulationType.LAST,
+        whole,
+        task.options._replace(split=single, weighted=False, complete=True),
+        "recompute",
+        task.rng,
+        True,
+    )
+
+
+def alone(task: Task, output: Any) -> Any:
+    """The result where the only microbatch is the whole batch."""
+    layout = Layout.of(task.where, task.accumulator, output)
+    rows = task.schedule.split.batch_size
+    follows = torch.is_grad_enabled() or transforms_active()
+    options = task.options._replace(tracked=follows)
+    step = task.schedule.steps[0]
+    results = []
+    for part, value in zip(layout.parts, layout.flatten(output), strict=True):
+        results.append(make_fold(part, options, rows).alone(value, step))
+    if all(
+        isinstance(part.accumulator, AccumulationType)
+        and part.accumulator is not AccumulationType.CONCAT
+        for part in layout.parts
+    ):
+        return output
+    return layout.assemble(results)
+
+
+def _guard(task: Task, found: Found) -> Guard:
+    return Guard(
+        task.where,
+        found,
+        allow_row_mixing=task.allow_row_mixing,
+        allow_hooks=True,
+        is_wrapper=lambda module: False,
+    )
+
+
+def _entries(accumulator: Any) -> list[Any]:
+    found: list[Any] = []
+    map_subtrees(
+        lambda entry, path, _: found.append(entry),
+        accumulator,
+        accumulator,
+        is_prefix_leaf=lambda entry: as_accumulator(entry) is not None,
+    )
+    return found
+
+
+def _has(accumulator: Any, kind: type) -> bool:
+    return any(isinstance(entry, kind) for entry in _entries(accumulator))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

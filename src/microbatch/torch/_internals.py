@@ -1,0 +1,74 @@
+"""The private parts of PyTorch that the transformations need, each behind one function; a test fails when one moves."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def transforms_active() -> bool:
+    """Whether this code runs inside `torch.func.grad`, `vmap` and the like; no public function tells."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor belongs to a transformation of `torch.func` that is running."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def graph_clock() -> int:
+    """A number that grows with every node that autograd makes on this thread."""
+    with torch.enable_grad():
+        probe = torch.zeros((), requires_grad=True).view(())
+    return probe.grad_fn._sequence_nr()
+
+
+class Reached:
+    """Where the graph of some tensors ends: leaves, and whether it goes on into a graph that was made before."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor], since: int) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self.earlier: str | None = None
+        pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
+        self.leaves += [t for t in outputs if t.requires_grad and t.grad_fn is None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                self.leaves.append(leaf)
+                continue
+            if node._sequence_nr() < since:
+                self.earlier = node.name()
+                continue
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+
+
+@contextmanager
+def own_hooks_only(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Takes the users' gradient hooks off for the while: they are for the whole gradient, which comes later."""
+    kept = [
+        (leaf._backward_hooks, dict(leaf._backward_hooks))
+        for leaf in leaves
+        if leaf._backward_hooks
+    ]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.clear()
+            hooks.update(before)
+
+
+def swap_member(module: torch.nn.Module, name: str, value: Any) -> Any:
+    """Puts a plain tensor in the place of a parameter or buffer, as `functional_call` does; gives back the old one."""
+    members = module._parameters if name in module._parameters else module._buffers
+    before = members[name]
+    members[name] = value
+    return before

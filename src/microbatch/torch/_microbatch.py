@@ -1,0 +1,380 @@
+"""The transformation of the PyTorch front."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from microbatch._accumulation import AccumulationType, as_accumulator
+from microbatch._checks import (
+    Leaf,
+    as_argnames,
+    as_argnums,
+    batch_size_of,
+    check_choice,
+    check_declared,
+    check_size,
+    locate,
+    name_of,
+    per_argument,
+    signature_of,
+)
+from microbatch._errors import MicrobatchError, MicrobatchSizeError
+from microbatch._outputs import canonical
+from microbatch._splitting import Order, Remainder, Split, make_split
+from microbatch._trees import leaves_with_paths, map_leaves
+from microbatch.torch._accumulators import FoldOptions, Step
+from microbatch.torch._batch import Batch
+from microbatch.torch._call import Arguments, arguments_of
+from microbatch.torch._differentiate import (
+    DIFFERENTIATE,
+    Differentiate,
+    Task,
+    alone,
+    evaluate,
+    refuse_row_mixing,
+)
+from microbatch.torch._planning import resolve_auto
+from microbatch.torch._program import Schedule
+from microbatch.torch._randomness import Randomness
+
+
+def microbatch(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    microbatch_size: int | str | None,
+    accumulator: Any = AccumulationType.SUM,
+    *,
+    argnames: str | Sequence[str] = (),
+    in_dims: Any = 0,
+    num_real_microbatches: int | torch.Tensor | None = None,
+    num_microbatches: int | None = None,
+    order: Order = "contiguous",
+    remainder: Remainder = "error",
+    weight_fn: Callable[..., Any] | None = None,
+    accumulator_dtype: torch.dtype | None = None,
+    rng: Any = "replay",
+    differentiate: Differentiate = "auto",
+    allow_row_mixing: bool = False,
+    memory_budget: int | str | None = None,
+) -> Callable[..., Any]:
+    """Evaluates `fun` on a few rows of the batch at a time and gives what the whole batch would have given.
+
+    The function returned by ``microbatch(fun, 0, m)`` is equivalent to::
+
+        def microbatched(batch):
+            total = 0
+            for i in range(len(batch) // m):
+                total += fun(batch[i * m : (i + 1) * m])
+            return total
+
+    in the memory of one microbatch and one accumulator, and it can be differentiated in that memory too: by
+    ``backward()``, `torch.autograd.grad` and the transformations of `torch.func`. Gradients reach the arguments, what
+    `fun` closes over, and the parameters of modules that it calls.
+
+    Args:
+      fun: the function of a whole batch, or a module. Its batch arguments are trees of tensors ``[B, ...]``; it is
+        called with ``[m, ...]`` in their places, views. Numbers, strings and None in them are passed on.
+      argnums: the positions of the batch arguments; negative numbers count from the end.
+      microbatch_size: m, rows in a microbatch; "auto" for the largest that fits (see `plan`). None returns `fun`, unless
+        `num_microbatches` is given.
+      accumulator: how the outputs combine: one kind, or a tree of them that is a prefix of the output. See
+        `AccumulationType`, `Accumulator` and `Carry`.
+      argnames: batch arguments by name. Either way of naming goes with either way of passing.
+      in_dims: the dimension with the rows: one integer, or one entry per batch argument (`argnums` first, then
+        `argnames`), an integer or a tree of integers and None that is a prefix of the argument. Negative dimensions are
+        resolved tensor by tensor.
+      num_real_microbatches: k, stop after so many; clamped to [0, n]. A tensor without dimensions is read.
+      num_microbatches: at most so many microbatches, instead of `microbatch_size`.
+      order: "contiguous": microbatch i holds rows i·m … i·m + m − 1; "strided": rows i, i + n, …. The result's rows are
+        in the batch's own order with both.
+      remainder: "error" refuses a batch that m does not divide; "allow" makes the last microbatch a smaller one.
+      weight_fn: maps the arguments of `fun` to the microbatch's weight in MEAN and RUNNING_MEAN, in any unit (rows,
+        valid tokens). Default: rows. A microbatch of weight 0 is skipped. All weights are read before the first
+        microbatch runs, at once.
+      accumulator_dtype: holds sums and means in this dtype. Default: float32 for float16 and bfloat16, the output's own
+        dtype for others. The result has the output's dtype.
+      rng: "replay": when a microbatch is evaluated again for its derivative, it draws the random numbers that it drew
+        before, on every device. One `torch.Generator`, or several, that `fun` draws from are replayed beside the
+        default ones. None where nothing is drawn.
+      differentiate: "auto": where one real scalar is differentiated, with SUM or MEAN, its gradients are made together
+        with its value ("in_forward"; backward then runs once, and not twice differentiably); otherwise, and under
+        float16 or `torch.func`, backward evaluates each microbatch again ("recompute"). "store" keeps everything.
+      allow_row_mixing: lets modules pass whose rows influence each other or whose buffers change (BatchNorm in training
+        mode); the result is then not the whole batch's.
+      memory_budget: for ``microbatch_size="auto"``: bytes, ``"12GiB"`` or ``"80%"``.
+
+    Returns:
+      A function of the arguments of `fun`.
+
+    Raises:
+      MicrobatchSizeError: the size is not a positive integer, or does not divide the batch.
+      BatchError: no batch argument, one that the call lacks, one without rows, or unequal rows.
+      AccumulatorError: an unknown accumulator, one that does not fit the output or cannot take its dtype.
+      RowMixingError: a module mixes rows.
+      GraphError: the function uses a tensor that carries a graph and that cannot be found from it; in backward, one
+        that only a later microbatch uses.
+      EmptyStream: MAX or MIN of zero rows.
+
+    ==========================  =======================================================================
+    input                       result
+    ==========================  =======================================================================
+    one microbatch              ``fun`` of the whole batch, bit for bit
+    zero rows                   SUM and MEAN zeros, CONCAT an empty tensor; `fun` is followed for shapes alone
+    k = 0, or total weight 0    zeros, and zero gradients
+    k < n                       SUM of k; MEAN divided by all n, with `weight_fn` by the weights that ran;
+                                RUNNING_MEAN of k; CONCAT zeros in the rows that did not run
+    weight 0, output NaN        the microbatch is skipped: no NaN in value or gradient
+    NaN, weight ≠ 0             NaN, as the whole batch would give
+    integers                    SUM keeps their dtype; MEAN and RUNNING_MEAN refuse them
+    a scalar with CONCAT        ``[num_microbatches]``
+    equal values with MAX, MIN  the gradient goes to the first microbatch that has the value
+    ==========================  =======================================================================
+
+    >>> w = torch.tensor(3.0, requires_grad=True)
+    >>> loss = microbatch(lambda x: (w * x).square().mean(), 0, 2, AccumulationType.MEAN)
+    >>> value = loss(torch.tensor([1.0, 2.0, 3.0, 4.0]))     # 9 · (1 + 4 + 9 + 16) / 4
+    >>> value.backward()                                     # 2 · 3 · (1 + 4 + 9 + 16) / 4
+    >>> value.item(), w.grad.item()
+    (67.5, 45.0)
+    """
+    if microbatch_size is None and num_microbatches is None:
+        return fun
+    where = f"microbatch({name_of(fun)})"
+    numbers, names = as_argnums(where, argnums), as_argnames(where, argnames)
+    signature = signature_of(fun.forward if isinstance(fun, nn.Module) else fun)
+    check_declared(where, signature, numbers, names)
+    auto = microbatch_size == "auto" if isinstance(microbatch_size, str) else False
+    size = None
+    if microbatch_size is not None and not auto:
+        size = check_size(where, "microbatch_size", microbatch_size)
+    count = None
+    if num_microbatches is not None:
+        count = check_size(where, "num_microbatches", num_microbatches)
+        if microbatch_size is not None:
+            raise MicrobatchSizeError(
+                f"{where}: microbatch_size={microbatch_size!r} and num_microbatches={num_microbatches} are both given.\n"
+                "Give one of them, and None for microbatch_size with num_microbatches."
+            )
+    kinds = canonical(where, accumulator)
+    limit = _checked_limit(where, num_real_microbatches)
+    check_choice(where, "order", order, ("strided", "contiguous"))
+    check_choice(where, "remainder", remainder, ("error", "allow"))
+    check_choice(where, "differentiate", differentiate, DIFFERENTIATE)
+    _check_dtype(where, accumulator_dtype)
+    Randomness(where, rng)
+
+    @functools.wraps(fun)
+    def microbatched(*args: Any, **kwargs: Any) -> Any:
+        slots = locate(where, signature, numbers, names, args, kwargs)
+        dims = per_argument(where, "in_dims", in_dims, slots)
+        arguments = arguments_of(where, slots, dims, args, kwargs)
+        chosen = size
+        if auto or memory_budget is not None:
+            chosen = _resolved(
+                microbatch_size,
+                where,
+                fun,
+                arguments,
+                kinds,
+                memory_budget,
+                remainder,
+                accumulator_dtype,
+            )
+        split = make_split(
+            arguments.batch_size,
+            chosen,
+            count,
+            order=order,
+            remainder=remainder,
+            subject=arguments.subject,
+        )
+        schedule = _schedule(where, split, arguments, weight_fn, limit)
+        options = FoldOptions(
+            where,
+            split,
+            accumulator_dtype,
+            weighted=weight_fn is not None,
+            complete=schedule.complete,
+        )
+        task = Task(
+            where, fun, arguments, kinds, schedule, options, differentiate, rng, allow_row_mixing
+        )
+        if split.num_microbatches == 1 and schedule.complete:
+            refuse_row_mixing(task)
+            return alone(task, fun(*args, **kwargs))
+        return evaluate(task)
+
+    # Python's own names of `fun` are kept; a module's state is not copied into a function.
+    if isinstance(fun, nn.Module):
+        microbatched.__dict__.clear()
+    return microbatched
+
+
+def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
+    """Splits the batch axis of every tensor into microbatches: ``[…, B, …]`` to ``[…, n, m, …]``.
+
+    Strided order, as in the other fronts: microbatch i holds rows i, i + n, …. Equivalent to::
+
+        torch.stack([tensor[i::n] for i in range(n)])       # for axis 0
+
+    but a view wherever the tensor's memory allows one, which it does for contiguous tensors.
+
+    Args:
+      tree: tensors with B rows along `axis`.
+      microbatch_size: m, rows in a microbatch; it divides B.
+      axis: the batch axis; negative axes are resolved tensor by tensor.
+
+    Returns:
+      The tree with ``[…, n, m, …]`` in place of ``[…, B, …]``; microbatch i is at index i of the n axis.
+
+    Raises:
+      MicrobatchSizeError: `microbatch_size` is not a positive integer or does not divide B.
+      BatchError: a leaf has no such axis, or the numbers of rows differ.
+
+    >>> reshape_batch_axis(torch.arange(6), microbatch_size=3).tolist()
+    [[0, 2, 4], [1, 3, 5]]
+    """
+    where = "reshape_batch_axis"
+    size = check_size(where, "microbatch_size", microbatch_size)
+    axis = operator.index(axis)
+    leaves = [
+        Leaf(path, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, axis)
+        for path, leaf in leaves_with_paths(tree, "tree")
+    ]
+    batch_size, subject = batch_size_of(where, leaves, option="axis")
+    split = make_split(batch_size, size, subject=f"{where}: {subject}")
+
+    def split_leaf(leaf: torch.Tensor) -> torch.Tensor:
+        at = axis % leaf.ndim
+        shape = (*leaf.shape[:at], size, split.full, *leaf.shape[at + 1 :])
+        return leaf.reshape(shape).transpose(at, at + 1)
+
+    return map_leaves(split_leaf, tree)
+
+
+def _schedule(
+    where: str,
+    split: Split,
+    arguments: Arguments,
+    weight_fn: Callable[..., Any] | None,
+    limit: int | torch.Tensor | None,
+) -> Schedule:
+    """Which microbatches run, with which weights; all weights are read at once, before anything runs."""
+    count = split.num_microbatches
+    if limit is not None:
+        count = max(0, min(count, int(limit)))
+    indices = list(range(count))
+    weights: list[float | None]
+    if weight_fn is not None:
+        weights = _read_weights(where, weight_fn, arguments, split, indices)
+        total = sum(weights)
+        indices = [index for index, weight in zip(indices, weights) if weight != 0]
+        weights = [weight for weight in weights if weight != 0]
+    elif split.tail:
+        weights = [split.size(index) for index in indices]
+        total = split.batch_size
+    else:
+        weights = [None] * count
+        total = split.num_microbatches
+    steps: list[Step] = []
+    before = 0.0
+    for index, weight in zip(indices, weights, strict=True):
+        steps.append(Step(index, split.size(index), weight, before, first=not steps))
+        before += 1 if weight is None else weight
+    return Schedule(split, tuple(steps), total)
+
+
+def _read_weights(
+    where: str,
+    weight_fn: Callable[..., Any],
+    arguments: Arguments,
+    split: Split,
+    indices: list[int],
+) -> list[Any]:
+    found: list[Any] = []
+    with torch.no_grad():
+        for index in indices:
+            args, kwargs = arguments.cut(split.rows(index))
+            weight = weight_fn(*args, **kwargs)
+            if isinstance(weight, torch.Tensor) and weight.numel() != 1:
+                raise MicrobatchError(
+                    f"{where}: weight_fn gave a tensor of shape {tuple(weight.shape)}, not one number.\n"
+                    "Return the microbatch's total, for example mask.sum()."
+                )
+            found.append(weight)
+        tensors = [
+            weight.detach().reshape(()) for weight in found if isinstance(weight, torch.Tensor)
+        ]
+        try:
+            read = iter(torch.stack(tensors).tolist() if tensors else [])
+        except RuntimeError as error:
+            raise MicrobatchError(
+                f"{where}: the weights depend on an axis that torch.func.vmap maps over, so they cannot be read.\n"
+                "Compute them outside of vmap, or leave weight_fn out."
+            ) from error
+    return [next(read) if isinstance(weight, torch.Tensor) else weight for weight in found]
+
+
+def _resolved(
+    microbatch_size: Any,
+    where: str,
+    fun: Callable[..., Any],
+    arguments: Arguments,
+    kinds: Any,
+    memory_budget: int | str | None,
+    remainder: Remainder,
+    accumulator_dtype: torch.dtype | None,
+) -> Any:
+    """The size that a plan finds for ``microbatch_size="auto"``."""
+    axes: dict[int | str, dict[int, int]] = {}
+    for rows in arguments.rows:
+        axes.setdefault(rows.key, {})[rows.leaf] = rows.axis
+    names = tuple(arguments.kwargs)
+    count = len(arguments.args)
+
+    def positional(*values: Any) -> Any:
+        return fun(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    def dims_of(key: int | str, value: Any) -> Any:
+        numbers = iter(range(1 << 62))
+        return map_leaves(lambda _: axes.get(key, {}).get(next(numbers), -1), value)
+
+    keys = (*range(count), *names)
+    values = (*arguments.args, *arguments.kwargs.values())
+    dims = tuple(dims_of(key, value) for key, value in zip(keys, values, strict=True))
+    return resolve_auto(
+        microbatch_size,
+        where,
+        positional if names else fun,
+        Batch(values, dims, arguments.batch_size),
+        memory_budget=memory_budget,
+        concat=as_accumulator(kinds) is AccumulationType.CONCAT,
+        remainder=remainder,
+        accumulator_dtype=accumulator_dtype,
+    )
+
+
+def _checked_limit(where: str, limit: Any) -> Any:
+    if limit is None:
+        return None
+    is_count = (
+        isinstance(limit, torch.Tensor) and limit.numel() == 1 and not limit.is_floating_point()
+    )
+    if is_count or (hasattr(limit, "__index__") and not isinstance(limit, bool | torch.Tensor)):
+        return limit
+    raise MicrobatchSizeError(
+        f"{where}: num_real_microbatches={limit!r} is not an integer.\n"
+        "Use an int, or a tensor of one integer; it is clamped to 0 … the number of microbatches."
+    )
+
+
+def _check_dtype(where: str, dtype: Any) -> None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return
+    raise MicrobatchError(
+        f"{where}: accumulator_dtype={dtype!r} is not a floating dtype.\nUse torch.float32 or torch.float64."
+    )
