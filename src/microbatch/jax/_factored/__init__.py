@@ -1,0 +1,3 @@
+"""Per-example statistics without per-example gradients: a `vmap` whose products of two values may stay factored."""
+
+from microbatch.jax._factored._evaluate import evaluate as evaluate

@@ -1,0 +1,390 @@
+"""Entries, sums over examples and inner products of factored values."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from string import ascii_letters
+
+import jax.numpy as jnp
+
+from microbatch.jax._factored import _layout as layout
+from microbatch.jax._factored._context import Context, ForcedDense, preferred, working_dtype
+from microbatch.jax._factored._values import (
+    Accumulating,
+    Blocks,
+    Dense,
+    Fill,
+    NonFinite,
+    Outer,
+    Product,
+    Rows,
+    Shared,
+    Sum,
+    Value,
+    is_factored,
+    is_zero,
+)
+
+
+def per_example(number, ndim: int):
+    """``[B]`` to ``[B, 1, ..]`` with `ndim` axes."""
+    return number.reshape(number.shape + (1,) * (ndim - 1))
+
+
+def with_scale(value: Value, scale) -> Value:
+    """The value of each example times a number: ``scale [B]``."""
+    if isinstance(value, (Outer, Rows, Product)):
+        scale = scale.astype(working_dtype(value.dtype))
+        return dataclasses.replace(
+            value, scale=scale if value.scale is None else value.scale * scale
+        )
+    if isinstance(value, Blocks):
+        return dataclasses.replace(value, parts=tuple(with_scale(p, scale) for p in value.parts))
+    if isinstance(value, Sum):
+        return Sum(tuple(with_scale(term, scale) for term in value.terms))
+    if isinstance(value, Dense):
+        scale = per_example(scale.astype(working_dtype(value.dtype)), value.array.ndim)
+        return Dense((value.array * scale).astype(value.dtype))
+    number = jnp.zeros((), value.dtype) if value.is_zero else value.number
+    return Fill((number * scale).astype(value.dtype), value.shape, value.dtype, True)
+
+
+def with_keep(value: Value, keep) -> Value:
+    """Exactly zero for the examples where ``keep [B]`` is False, whatever the factors hold there."""
+    if isinstance(value, (Outer, Rows, Product)):
+        return dataclasses.replace(value, keep=keep if value.keep is None else value.keep & keep)
+    if isinstance(value, Blocks):
+        return dataclasses.replace(value, parts=tuple(with_keep(p, keep) for p in value.parts))
+    if isinstance(value, Sum):
+        return Sum(tuple(with_keep(term, keep) for term in value.terms))
+    if isinstance(value, Dense):
+        return Dense(jnp.where(per_example(keep, value.array.ndim), value.array, 0))
+    if is_zero(value):
+        return value
+    return Fill(jnp.where(keep, value.number, 0), value.shape, value.dtype, True)
+
+
+def linear(value: Value) -> bool:
+    """Whether `with_scale` and `with_keep` apply."""
+    if isinstance(value, (Blocks, Sum)):
+        return all(map(linear, value.parts if isinstance(value, Blocks) else value.terms))
+    return isinstance(value, (Outer, Rows, Product, Dense, Fill))
+
+
+def entries(ctx: Context, value: Value):
+    """The value as an array ``[B, *shape]``."""
+    if isinstance(value, Dense):
+        return value.array
+    if isinstance(value, Shared):
+        return jnp.broadcast_to(value.array, (ctx.batch_size, *value.shape))
+    if isinstance(value, Fill):
+        return fill_entries(value, ctx.batch_size)
+    if isinstance(value, Accumulating):
+        raise ForcedDense(value.slot)
+    if ctx.strict:
+        raise ForcedDense
+    if isinstance(value, Outer):
+        stack, lhs, rhs = value.widths
+        flops = 2.0 * ctx.batch_size * stack * value.tokens * lhs * rhs
+        ctx.note(value, "entries", "dense", flops=flops, entries=ctx.batch_size * stack * lhs * rhs)
+        return outer_entries(value)
+    if isinstance(value, Rows):
+        ctx.note(value, "entries", "dense", entries=ctx.batch_size * math.prod(value.table))
+        return _rows_entries(value)
+    if isinstance(value, Blocks):
+        return jnp.concatenate([entries(ctx, p) for p in value.parts], value.axis + 1)
+    if isinstance(value, Sum):
+        return sum(entries(ctx, term) for term in value.terms[1:]) + entries(ctx, value.terms[0])
+    if isinstance(value, Product):
+        left = entries(ctx, value.left)
+        product = left * (left if value.right is value.left else entries(ctx, value.right))
+        return finish(product, value.scale, value.keep, value.dtype)
+    array = entries(ctx, value.of)
+    hit = jnp.zeros(array.shape, bool)
+    tests = {"nan": jnp.isnan, "finite": jnp.isfinite, "inf": jnp.isposinf, "-inf": jnp.isneginf}
+    for kind in value.kinds:
+        hit |= tests[kind](array)
+    return hit if isinstance(value, NonFinite) else jnp.where(hit, 0, array)
+
+
+def fill_entries(value: Fill, batch_size: int | None = None):
+    """The array of a `Fill`: ``[B, *shape]`` if a batch size is given, else the shared ``shape``."""
+    lead = () if batch_size is None else (batch_size,)
+    number = jnp.zeros((), value.dtype) if value.is_zero else value.number
+    if value.per_example:
+        number = per_example(number, 1 + len(value.shape))
+    return jnp.broadcast_to(number, (*lead, *value.shape))
+
+
+def sum_examples(ctx: Context, value: Value):
+    """The value summed over the examples, ``[*shape]``: one matrix product for an `Outer`."""
+    if isinstance(value, Dense):
+        return jnp.sum(value.array, 0)
+    if isinstance(value, Shared):
+        return value.array * ctx.batch_size
+    if isinstance(value, Fill):
+        number = jnp.zeros((), value.dtype) if value.is_zero else value.number
+        total = jnp.sum(number) if value.per_example else number * ctx.batch_size
+        return jnp.broadcast_to(total.astype(value.dtype), value.shape)
+    if isinstance(value, Outer):
+        stack, lhs, rhs = value.widths
+        flops = 2.0 * ctx.batch_size * stack * value.tokens * lhs * rhs
+        ctx.note(value, "sum", "factored", flops=flops, entries=stack * lhs * rhs)
+        return _outer_sum(value)
+    if isinstance(value, Rows):
+        ctx.note(value, "sum", "factored", entries=math.prod(value.update.shape))
+        return _rows_sum(value)
+    if isinstance(value, Blocks):
+        return jnp.concatenate([sum_examples(ctx, p) for p in value.parts], value.axis)
+    if isinstance(value, Sum):
+        return sum(sum_examples(ctx, t) for t in value.terms[1:]) + sum_examples(
+            ctx, value.terms[0]
+        )
+    if isinstance(value, Product):
+        simple = multiply_out(value)
+        if not isinstance(simple, Product):
+            return sum_examples(ctx, simple)
+    return jnp.sum(entries(ctx, value), 0)
+
+
+def multiply_out(value: Value) -> Value:
+    """A `Product` of values of one token each as an `Outer` of entrywise products; others unchanged."""
+    if not isinstance(value, Product):
+        return value
+    left, right = value.left, value.right
+    if isinstance(left, Blocks):
+        pairs = _paired_blocks(left, right)
+        if pairs is None:
+            return value
+        parts = (Product(a, b, value.scale, value.keep, value.dtype) for a, b in pairs)
+        return Blocks(tuple(map(multiply_out, parts)), left.axis)
+    if isinstance(left, Dense) and isinstance(right, Dense):
+        array = left.array * right.array
+        return Dense(finish(array, value.scale, value.keep, value.dtype))
+    if not (isinstance(left, Outer) and isinstance(right, Outer)):
+        return value
+    if left.tokens != 1 or right.tokens != 1:
+        return value
+    pair = (left, left) if left is right else layout.refine(left, right)
+    if pair is None:
+        return value
+    left, right = pair
+    scale = times(times(left.scale, right.scale), value.scale)
+    keep = both(both(left.keep, right.keep), value.keep)
+    dtype = working_dtype(value.dtype)
+    product = dataclasses.replace(
+        left,
+        lhs=left.lhs.astype(dtype) * right.lhs.astype(dtype),
+        rhs=left.rhs.astype(dtype) * right.rhs.astype(dtype),
+        scale=scale,
+        keep=keep,
+        dtype=value.dtype,
+    )
+    return layout.reshape(product, value.shape) or value
+
+
+def _paired_blocks(left: Blocks, right: Value):
+    if left is right:
+        return [(part, part) for part in left.parts]
+    if not isinstance(right, Blocks) or left.axis != right.axis:
+        return None
+    if [p.shape for p in left.parts] != [p.shape for p in right.parts]:
+        return None
+    return list(zip(left.parts, right.parts, strict=True))
+
+
+def masked_factors(value: Outer):
+    """Both factors with the scale in one of them and zeros where `keep` is False (0 * nan would be nan)."""
+    lhs, rhs, stack = value.lhs, value.rhs, value.num_stack
+    if value.keep is not None:
+        lhs = jnp.where(beside(value.keep, lhs, stack), lhs, 0)
+        rhs = jnp.where(beside(value.keep, rhs, stack), rhs, 0)
+    if value.scale is not None:
+        scale = value.scale if value.keep is None else jnp.where(value.keep, value.scale, 0)
+        if lhs.size < rhs.size:
+            lhs = (lhs * beside(scale, lhs, stack)).astype(lhs.dtype)
+        else:
+            rhs = (rhs * beside(scale, rhs, stack)).astype(rhs.dtype)
+    return lhs, rhs
+
+
+def masked_update(value: Rows):
+    """The update with scale and zeros where `keep` is False, ``[B, T, ..]``."""
+    return finish(value.update, value.scale, value.keep, value.update.dtype)
+
+
+def letters(value: Outer) -> tuple[str, str, str]:
+    """Names for the stored axes of the two factors and of the (flattened) dimensions: batch `b`, tokens `c`."""
+    free = iter(ascii_letters.replace("b", "").replace("c", "").replace("d", ""))
+    names = {axis: next(free) for axis in sorted(a for dim in value.dims for a in dim)}
+    group = {
+        g: "".join(n for (k, _), n in names.items() if k == g) for g in ("stack", "lhs", "rhs")
+    }
+    out = "".join(names[axis] for dim in value.dims for axis in dim)
+    return f"{group['stack']}bc{group['lhs']}", f"{group['stack']}bc{group['rhs']}", out
+
+
+def product_of_factors(lhs, rhs, value: Outer, out: str):
+    """One einsum of the factors; the factor whose axes come first in the result is the first operand."""
+    first, second, flat = letters(value)
+    leading = next((n for n in flat if n not in first or n not in second), "")
+    if leading and leading in second:
+        first, second, lhs, rhs = second, first, rhs, lhs
+    dtype = preferred(value.dtype)
+    if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
+        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+    return jnp.einsum(
+        f"{first},{second}->{out}",
+        lhs,
+        rhs,
+        precision=value.precision,
+        preferred_element_type=dtype,
+    )
+
+
+def outer_entries(value: Outer):
+    lhs, rhs = masked_factors(value)
+    out = product_of_factors(lhs, rhs, value, "b" + letters(value)[2])
+    return out.reshape(out.shape[0], *value.shape).astype(value.dtype)
+
+
+def _outer_sum(value: Outer):
+    lhs, rhs = masked_factors(value)
+    out = product_of_factors(lhs, rhs, value, letters(value)[2])
+    return out.reshape(value.shape).astype(value.dtype)
+
+
+def _rows_entries(value: Rows):
+    update = masked_update(value)
+    batch = update.shape[0]
+    table = jnp.zeros((batch, *value.table), update.dtype)
+    out = table.at[jnp.arange(batch)[:, None], value.index].add(update)
+    return out.reshape(batch, *value.shape).astype(value.dtype)
+
+
+def _rows_sum(value: Rows):
+    update = masked_update(value).astype(working_dtype(value.dtype))
+    rows = update.reshape(-1, *value.table[1:])
+    table = jnp.zeros(value.table, rows.dtype).at[value.index.reshape(-1)].add(rows)
+    return table.reshape(value.shape).astype(value.dtype)
+
+
+def finish(array, scale, keep, dtype):
+    if scale is not None:
+        array = array * per_example(scale.astype(working_dtype(dtype)), array.ndim)
+    if keep is not None:
+        array = jnp.where(per_example(keep, array.ndim), array, 0)
+    return array.astype(dtype)
+
+
+def beside(number, factor, num_stack: int):
+    """``[B]`` shaped to multiply a factor ``[*stack, B, ..]``."""
+    shape = (1,) * num_stack + number.shape + (1,) * (factor.ndim - num_stack - 1)
+    return number.reshape(shape)
+
+
+def times(a, b):
+    return b if a is None else a if b is None else a * b
+
+
+def both(a, b):
+    return b if a is None else a if b is None else a & b
+
+
+def add(ctx: Context, terms: Sequence[Value]) -> Value | None:
+    """The sum of values of one shape, keeping factors; None if an array is simpler."""
+    terms = [t for t in terms if not is_zero(t)]
+    if len(terms) < 2:
+        return terms[0] if terms else None
+    if not any(map(is_factored, terms)):
+        return None
+    first, second = terms
+    if isinstance(first, Blocks) and isinstance(second, Blocks) and first.axis == second.axis:
+        return add_blocks(ctx, first, second)
+    if isinstance(first, Outer) and isinstance(second, Outer):
+        joined = join_tokens(first, second)
+        if joined is not None:
+            return joined
+    flat = [t for term in terms for t in (term.terms if isinstance(term, Sum) else (term,))]
+    if all(isinstance(t, (Outer, Rows, Product)) for t in flat):
+        return Sum(tuple(flat))
+    return None
+
+
+def join_tokens(left: Outer, right: Outer) -> Outer | None:
+    """The sum of two values as one with the tokens of both."""
+    pair = layout.refine(left, right)
+    if pair is None:
+        return None
+    shape, (left, right) = left.shape, pair
+    left, right = layout.in_order(left), layout.in_order(right)
+    if left.dims != right.dims or left.num_stack != right.num_stack:
+        return None
+    stack = left.num_stack
+    (a, g), (b, h) = masked_factors(left), masked_factors(right)
+    joined = dataclasses.replace(
+        left,
+        lhs=jnp.concatenate([a, b], stack + 1),
+        rhs=jnp.concatenate([g, h], stack + 1),
+        scale=None,
+        keep=None,
+        sites=tuple(dict.fromkeys((*left.sites, *right.sites))),
+    )
+    return layout.reshape(joined, shape)
+
+
+def add_blocks(ctx: Context, left: Blocks, right: Blocks) -> Blocks | None:
+    """Cuts both at each other's boundaries and adds the pieces."""
+    cuts = sorted({*boundaries(left), *boundaries(right)})
+    parts = []
+    for start, limit in zip(cuts, cuts[1:], strict=False):
+        a, b = cut(left, start, limit), cut(right, start, limit)
+        if a is None or b is None:
+            return None
+        both = add(ctx, [a, b])
+        if both is None:
+            if not (is_zero(a) and is_zero(b)):
+                both = Dense(entries(ctx, a) + entries(ctx, b))
+            else:
+                both = a
+        parts.append(both)
+    return parts[0] if len(parts) == 1 else Blocks(tuple(parts), left.axis)
+
+
+def boundaries(value: Blocks) -> list[int]:
+    """Where the parts start, and the end."""
+    ends = [0]
+    for part in value.parts:
+        ends.append(ends[-1] + part.shape[value.axis])
+    return ends
+
+
+def cut(value: Blocks, start: int, limit: int) -> Value | None:
+    """``value[start:limit]`` along its axis; None where a part cannot be cut."""
+    parts, axis = [], value.axis
+    for part, begin in zip(value.parts, boundaries(value), strict=False):
+        low, high = max(start - begin, 0), min(limit - begin, part.shape[axis])
+        if low >= high:
+            continue
+        piece = cut_part(part, axis, low, high)
+        if piece is None:
+            return None
+        parts.append(piece)
+    return parts[0] if len(parts) == 1 else Blocks(tuple(parts), axis) if parts else None
+
+
+def cut_part(part: Value, axis: int, start: int, limit: int) -> Value | None:
+    """``part[start:limit]`` along `axis` for any one value."""
+    if (start, limit) == (0, part.shape[axis]):
+        return part
+    index = (slice(None),) * axis + (slice(start, limit),)
+    if isinstance(part, Fill):
+        shape = (*part.shape[:axis], limit - start, *part.shape[axis + 1 :])
+        return dataclasses.replace(part, shape=shape)
+    if isinstance(part, Dense):
+        return Dense(part.array[(slice(None), *index)])
+    if isinstance(part, Shared):
+        return Shared(part.array[index])
+    if isinstance(part, Outer):
+        return layout.slice_dim(part, axis, start, limit, 1)
+    return None

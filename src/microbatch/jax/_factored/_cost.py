@@ -1,0 +1,53 @@
+"""Which factored values are cheaper as arrays, from a dry run's record of what is asked of them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from microbatch.jax._factored._context import FLOPS_PER_BYTE, Event, Site
+
+
+def unused_factors(events: Sequence[Event]) -> frozenset[Site]:
+    """Sites of which only entries are asked: factors would be no use."""
+    return frozenset(
+        site
+        for site, asked in _by_site(events).items()
+        if all(event.statistic in ("made", "entries") for event in asked)
+    )
+
+
+def cheaper_dense(events: Sequence[Event]) -> frozenset[Site]:
+    """Sites whose statistics cost more from factors than from an array that is made once and read for each.
+
+    Costs are bytes moved plus multiply-adds divided by `FLOPS_PER_BYTE`. An array larger than its factors is
+    made only where its entries are needed anyway, so that memory does not grow.
+    """
+    return frozenset(site for site, asked in _by_site(events).items() if _dense_is_cheaper(asked))
+
+
+def _dense_is_cheaper(asked: list[Event]) -> bool:
+    made = next((event for event in asked if event.statistic == "made"), None)
+    if made is None:
+        return False
+    uses = [event for event in asked if event.statistic != "made"]
+    statistics = [event for event in uses if event.statistic != "entries"]
+    forced = len(statistics) < len(uses)
+    if not statistics:
+        return True
+    new_factors = made.factor_bytes if made.how == "patches" else 0.0
+    entries = [event for event in uses if event.statistic == "entries"][:1]
+    from_factors = new_factors + sum(_cost(event) for event in [*statistics, *entries])
+    from_array = new_factors + _cost(made) + made.bytes * len(uses)
+    fits = forced or made.bytes <= made.factor_bytes
+    return fits and from_array < from_factors
+
+
+def _cost(event: Event) -> float:
+    return event.bytes + event.flops / FLOPS_PER_BYTE
+
+
+def _by_site(events: Sequence[Event]) -> dict[Site, list[Event]]:
+    asked = defaultdict(list)
+    for event in events:
+        for site in event.sites:
+            asked[site].append(event)
+    return asked
