@@ -9,12 +9,16 @@ except ImportError as error:
 
 from microbatch._accumulation import AccumulationType, Accumulator, Carry
 from microbatch.jax._microbatch import microbatch
+from microbatch.jax._per_example import Aux, micro_grad, micro_vmap
 from microbatch.jax._rows import reshape_batch_axis
 
 __all__ = [
     "AccumulationType",
     "Accumulator",
+    "Aux",
     "Carry",
+    "micro_grad",
+    "micro_vmap",
     "microbatch",
     "reshape_batch_axis",
 ]

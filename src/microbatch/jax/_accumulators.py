@@ -90,10 +90,10 @@ class _Ops:
         return filled(spec, 0, dtype)
 
     def lowest(self, spec: Any) -> jax.Array:
-        return filled(spec, _limits(spec.dtype)[0], spec.dtype)
+        return filled(spec, lowest(spec.dtype), spec.dtype)
 
     def highest(self, spec: Any) -> jax.Array:
-        return filled(spec, _limits(spec.dtype)[1], spec.dtype)
+        return filled(spec, highest(spec.dtype), spec.dtype)
 
     def add(self, carry: jax.Array, value: jax.Array, weight: Any | None) -> jax.Array:
         value = value.astype(carry.dtype)
@@ -177,10 +177,15 @@ def _spec(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _limits(dtype: Any) -> tuple[Any, Any]:
+def lowest(dtype: Any) -> Any:
+    """The smallest value of a dtype: what MAX starts from."""
     if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf, jnp.inf
-    if dtype == jnp.bool_:
-        return False, True
-    limits = jnp.iinfo(dtype)
-    return limits.min, limits.max
+        return -jnp.inf
+    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+
+
+def highest(dtype: Any) -> Any:
+    """The largest value of a dtype: what MIN starts from."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.inf
+    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from microbatch._checks import Leaf, Slot
+from microbatch._errors import BatchError
 
 
 @dataclass(frozen=True)
@@ -48,27 +49,48 @@ class Call:
         return self.treedef.unflatten(leaves)
 
 
-def paths_of(slots: Sequence[Slot], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The values of the slots."""
-    return [args[slot.key] if isinstance(slot.key, int) else kwargs[slot.key] for slot in slots]
-
-
 def batch_leaves(
-    slots: Sequence[Slot], in_axes: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    where: str,
+    slots: Sequence[Slot],
+    in_axes: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> list[Leaf]:
     """Every leaf of the batch arguments with its path, shape (None where it is no array) and axis."""
+    found = []
+    for slot, axes in zip(slots, in_axes, strict=True):
+        value = args[slot.key] if isinstance(slot.key, int) else kwargs[slot.key]
+        leaves = jax.tree_util.tree_leaves_with_path(value)
+        for (path, leaf), axis in zip(leaves, leaf_axes(where, slot, axes, value), strict=True):
+            if axis is not None:
+                words = f"{slot.name}{jax.tree_util.keystr(path)}"
+                found.append(Leaf(words, _shape(leaf), axis))
+    return found
+
+
+def leaf_axes(where: str, slot: Slot, axes: Any, value: Any) -> list[int | None]:
+    """One batch axis per leaf of an argument; None for a leaf that every microbatch sees whole."""
+    entries, treedef = jax.tree.flatten(axes, is_leaf=lambda axis: axis is None)
+    try:
+        subtrees = treedef.flatten_up_to(value)
+    except ValueError as error:
+        raise BatchError(
+            f"{where}: in_axes={axes!r} is not a prefix of {slot.name}, a tree {jax.tree.structure(value)}.\n"
+            "Give one axis for the whole argument, or one per part of it."
+        ) from error
     return [
-        Leaf(f"{slot.name}{jax.tree_util.keystr(path)}", _shape(leaf), axis)
-        for slot, axis, value in zip(slots, in_axes, paths_of(slots, args, kwargs), strict=True)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value)
+        axis
+        for axis, subtree in zip(entries, subtrees, strict=True)
+        for _ in jax.tree.leaves(subtree)
     ]
 
 
 def flatten_call(
+    where: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batch: Sequence[Slot],
-    in_axes: Sequence[int],
+    in_axes: Sequence[Any],
     carried: Sequence[Slot],
     keys: Sequence[Slot],
 ) -> Call:
@@ -76,18 +98,21 @@ def flatten_call(
     paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
     place = [_argument(path) for path, _ in paths]
     leaves = tuple(leaf for _, leaf in paths)
-    axis_of = {slot.key: axis for slot, axis in zip(batch, in_axes, strict=True)}
     in_slot = lambda slot: tuple(i for i, key in enumerate(place) if key == slot.key)
-    rows = tuple(i for i, key in enumerate(place) if key in axis_of)
+    axis_of: dict[int, int] = {}
+    for slot, axes in zip(batch, in_axes, strict=True):
+        value = args[slot.key] if isinstance(slot.key, int) else kwargs[slot.key]
+        found = zip(in_slot(slot), leaf_axes(where, slot, axes, value), strict=True)
+        axis_of |= {i: axis % leaves[i].ndim for i, axis in found if axis is not None}
     states = tuple(in_slot(slot) for slot in carried)
-    taken = {*rows, *(i for places in states for i in places)}
+    taken = {*axis_of, *(i for places in states for i in places)}
     shared = tuple(i for i, leaf in enumerate(leaves) if i not in taken and is_array(leaf))
     key_places = {slot.key for slot in keys}
     return Call(
         leaves=leaves,
         treedef=treedef,
-        rows=rows,
-        axes=tuple(axis_of[place[i]] % max(1, leaves[i].ndim) for i in rows),
+        rows=tuple(sorted(axis_of)),
+        axes=tuple(axis_of[i] for i in sorted(axis_of)),
         states=states,
         shared=shared,
         keys=tuple(k for k, i in enumerate(shared) if place[i] in key_places),

@@ -166,7 +166,7 @@ def microbatch(
     )
     if microbatch_size is None and num_microbatches is None:
         return fun
-    options = _checked(options)
+    options = checked(options)
 
     @functools.wraps(fun)
     def microbatched(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ def run(
                 "Take it out of argnums and argnames, or out of Carry and key_argnums."
             )
     in_axes = per_argument(where, "in_axes", options.in_axes, batch)
-    batch_size, subject = batch_size_of(where, batch_leaves(batch, in_axes, args, kwargs))
+    batch_size, subject = batch_size_of(where, batch_leaves(where, batch, in_axes, args, kwargs))
     split = make_split(
         batch_size,
         options.microbatch_size,
@@ -207,7 +207,7 @@ def run(
         leaves = jax.tree.map(jnp.asarray, out)
         plan = plan_outputs(where, options.accumulator, leaves, None)
         return of_single_microbatch(plan, jax.tree.leaves(leaves))
-    call = flatten_call(args, kwargs, batch, in_axes, carried, keys)
+    call = flatten_call(where, args, kwargs, batch, in_axes, carried, keys)
     return _looped(fun, options, split, call, count)
 
 
@@ -325,8 +325,8 @@ def _weights(
     return lax.stop_gradient(jnp.concatenate([*parts, jnp.zeros(0)]))
 
 
-def _checked(options: Options) -> Options:
-    """What can be refused without a call."""
+def checked(options: Options, *, declared: bool = True) -> Options:
+    """Refuses what can be refused without a call; `declared`: the batch arguments are declared on `fun` itself."""
     where = options.where
     if options.microbatch_size is not None and options.num_microbatches is not None:
         raise MicrobatchSizeError(
@@ -336,7 +336,8 @@ def _checked(options: Options) -> Options:
     for name in ("microbatch_size", "num_microbatches"):
         value = getattr(options, name)
         sizes[name] = None if value is None else check_size(where, name, value)
-    check_declared(where, options.signature, options.argnums, options.argnames)
+    if declared:
+        check_declared(where, options.signature, options.argnums, options.argnames)
     check_choice(where, "order", options.order, ("strided", "contiguous"))
     check_choice(where, "remainder", options.remainder, ("error", "allow"))
     modes = ("auto", "in_forward", "recompute", "store")
