@@ -109,7 +109,7 @@ def _same(came: Any, right: Any) -> bool:
         return (
             isinstance(came, tuple)
             and len(came) == len(right)
-            and all(map(_same, came, right, strict=False))
+            and all(_same(*pair) for pair in zip(came, right, strict=True))
         )
     try:
         came_array, right_array = _as_array(came), _as_array(right)

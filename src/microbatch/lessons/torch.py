@@ -89,8 +89,7 @@ def picture() -> list[str]:
 
 def without_zero_grad() -> tuple[float, float]:
     """The weight's gradient after one backward pass, and after a second one that adds to it."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
+    model = _of_ones(1)
     seen = []
     for x in (torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])):
         accumulated_loss(model, x, 2 * x, num_microbatches=len(x))
@@ -117,6 +116,14 @@ def _model() -> nn.Module:
         return nn.Linear(3, 1)
 
 
+def _of_ones(features: int) -> nn.Linear:
+    """A linear model whose weights are 1; the caller's random numbers stay where they were."""
+    with torch.random.fork_rng(devices=[]):
+        model = nn.Linear(features, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return model
+
+
 def _with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(3), _model())
 
@@ -128,7 +135,7 @@ def _step(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = run(model, *rows())
     optimizer.step()
-    return float(loss), _flat(model)
+    return loss.item(), _flat(model)
 
 
 def _step_per_slice() -> tuple[float, Tensor]:
@@ -140,7 +147,7 @@ def _step_per_slice() -> tuple[float, Tensor]:
         loss = _loss_of(model)(x, y)
         loss.backward()
         optimizer.step()
-    return float(loss), _flat(model)
+    return loss.item(), _flat(model)
 
 
 def _in_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -164,8 +171,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 def _cases() -> tuple[Case, ...]:
     def run(x: object, y: object, parts: int, twice: bool = False) -> Callable:
         def call(function: Callable) -> tuple[Tensor, Tensor]:
-            model = nn.Linear(torch.as_tensor(x).shape[-1], 1, bias=False)
-            nn.init.ones_(model.weight)
+            model = _of_ones(torch.as_tensor(x).shape[-1])
             loss = torch.zeros(())
             for _ in range(1 + twice):
                 loss = function(model, torch.as_tensor(x), torch.as_tensor(y), parts)

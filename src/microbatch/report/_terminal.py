@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import IO, Any, Protocol
 
@@ -66,7 +66,7 @@ class Screen:
             self.say(f"  {fact.label:<{width}}  {fact.value:>{values}}{note}".rstrip())
 
     @contextmanager
-    def progress(self, title: str, total: int) -> Iterator[Progress]:
+    def progress(self, title: str, total: int) -> Generator[Progress]:
         """Shows how far a long work is: a bar on a terminal, a line every tenth of it elsewhere."""
         if not self.interactive:
             every = max(total // 10, 1)
