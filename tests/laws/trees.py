@@ -41,7 +41,7 @@ def _assert_same_leaf(actual: np.ndarray, expected: np.ndarray, units: float, pa
         assert actual.tobytes() == expected.tobytes(), f"{path}: {actual} against {expected}"
         return
     exact = actual.dtype.kind in "iub"
-    finite = np.abs(expected[np.isfinite(expected)].astype(np.float64))
+    finite = np.abs(expected[np.isfinite(expected)]).astype(np.float64)
     tolerance = 0 if exact else units * rounding(actual.dtype) * finite.max(initial=0)
     np.testing.assert_allclose(
         actual.astype(expected.dtype), expected, rtol=0, atol=tolerance, err_msg=path
