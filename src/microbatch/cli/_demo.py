@@ -77,7 +77,7 @@ def run_demo(
     try:
         trainer = _trainer(framework, digits, seed, steps)
         screen.say(
-            f"{TRAINING_ROWS} handwritten digits, one batch a step, {trainer.framework} on this machine."
+            f"{TRAINING_ROWS:,} handwritten digits, one batch a step, {trainer.framework} on this machine."
         )
         demo = _planned(trainer, memory, seed, steps, screen)
         if not demo.plan.fits:
@@ -113,7 +113,7 @@ def demo_page(demo: Demo) -> Page:
         charts.append(
             Chart(
                 "Training loss",
-                f"Every step sees all {TRAINING_ROWS} rows as one batch.",
+                f"Every step sees all {TRAINING_ROWS:,} rows as one batch.",
                 loss_by_step(demo.losses),
             )
         )
@@ -130,7 +130,7 @@ def demo_page(demo: Demo) -> Page:
         answer=_answer(demo),
         good=None if demo.interrupted else (demo.test_accuracy or 0) >= GOAL,
         asked=(
-            ("Data", f"handwritten digits of scikit-learn, {TRAINING_ROWS} rows to train on"),
+            ("Data", f"handwritten digits of scikit-learn, {TRAINING_ROWS:,} rows to train on"),
             ("Network", "two convolutions (32 and 64 channels), two dense layers"),
             ("Memory", f"{format_bytes(plan.budget_bytes)} ({plan.budget_origin})"),
             ("Steps", str(demo.steps)),
@@ -225,7 +225,7 @@ def relative_error(leaves: list[np.ndarray], exact: list[np.ndarray]) -> float:
 def _facts(demo: Demo) -> tuple[Fact, ...]:
     plan = demo.plan
     facts = [
-        Fact("Whole batch", format_bytes(demo.whole_bytes), f"{plan.batch_size} rows at once"),
+        Fact("Whole batch", format_bytes(demo.whole_bytes), f"{plan.batch_size:,} rows at once"),
         Fact(
             "Microbatched",
             format_bytes(plan.predicted_bytes),
@@ -262,7 +262,7 @@ def _facts(demo: Demo) -> tuple[Fact, ...]:
 def _answer(demo: Demo) -> str:
     plan = demo.plan
     sizes = (
-        f"{TRAINING_ROWS} rows a step in {format_bytes(plan.predicted_bytes)} "
+        f"{TRAINING_ROWS:,} rows a step in {format_bytes(plan.predicted_bytes)} "
         f"instead of {format_bytes(demo.whole_bytes)}"
     )
     if demo.test_accuracy is None:

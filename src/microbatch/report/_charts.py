@@ -175,10 +175,8 @@ def accuracy_by_step(
         axes.axhline(100 * goal, color=theme.muted, linewidth=1, linestyle=(0, (5, 3)))
         _note(axes, f"goal {goal:.0%}", (steps[0], 100 * goal), (0, 4), theme.muted, "left")
         axes.plot(steps, percent, "o-", color=theme.second, linewidth=1.6, markersize=4)
-        _note(
-            axes, f"{percent[-1]:.1f}%", (steps[-1], percent[-1]), (0, -16), theme.second, "right"
-        )
-        axes.set(xlabel="step", ylabel="test accuracy, %", ylim=(min(*percent, 90) - 4, 102))
+        _note(axes, f"{percent[-1]:.1f}%", (steps[-1], percent[-1]), (0, 7), theme.second, "right")
+        axes.set(xlabel="step", ylabel="test accuracy, %", ylim=(min(*percent, 90) - 4, 103))
 
     return draw
 

@@ -35,7 +35,7 @@ h1::before { content: ""; display: block; width: 2.5rem; height: .3rem; margin-b
 h1.good::before { background: var(--good); }
 h1.bad::before { background: var(--bad); }
 h2 { margin: 2.5rem 0 .25rem; font-size: 1.05rem; font-weight: 650; }
-dl.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: .75rem; margin: 0 0 1.5rem; }
+dl.facts { display: grid; grid-template-columns: repeat(var(--columns), 1fr); gap: .75rem; margin: 0 0 1.5rem; }
 dl.facts div { padding: .8rem 1rem; background: var(--sheet); border-radius: .6rem; display: flex; flex-direction: column; }
 dl.facts dt { color: var(--muted); font-size: .82rem; }
 dl.facts dd { margin: .1rem 0 0; }
@@ -53,7 +53,7 @@ figure .narrow { display: none; }
   h1 { font-size: 1.3rem; }
   figure .wide { display: none; }
   figure .narrow { display: block; }
-  dl.facts { grid-template-columns: 1fr 1fr; }
+  dl.facts { --columns: 2 !important; }
   dl.facts div { padding: .6rem .75rem; }
   dl.facts .value { font-size: 1.1rem; }
 }
@@ -131,7 +131,9 @@ def _facts(facts: tuple[Fact, ...]) -> str:
         items.append(
             f'<div><dt>{_text(fact.label)}</dt><dd class="value">{_text(fact.value)}</dd>{note}</div>'
         )
-    return f'<dl class="facts">{"".join(items)}</dl>'
+    # Full rows look like a table; a single box in the last one looks like a mistake.
+    columns = min(len(items), 4 if len(items) % 4 == 0 or len(items) == 7 else 3)
+    return f'<dl class="facts" style="--columns: {columns}">{"".join(items)}</dl>'
 
 
 def _pairs(title: str, pairs: tuple[tuple[str, str], ...]) -> str:
