@@ -1,6 +1,7 @@
 """The one read of a call: weights of all microbatches, and what the processes tell one another before the first."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,6 @@ import torch
 import torch.distributed as dist
 
 from microbatch._errors import DistributedError, MicrobatchError
-
-OK, FAILED = 0.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,7 @@ def read_weights(
     where: str,
     columns: Sequence[Sequence[Any]],
     num_microbatches: int,
+    check: Callable[[Sequence[Sequence[float]]], None],
     groups: Sequence[Any] = (),
     device: torch.device | None = None,
     failure: Exception | None = None,
@@ -36,6 +36,7 @@ def read_weights(
       where: the words that open a message.
       columns: weights by weight function and microbatch: numbers, or tensors of one element.
       num_microbatches: of this process.
+      check: refuses weights that cannot be, of this process; the others then refuse their calls too.
       groups: process groups to sum over, one after another; empty for a single process.
       device: where the collective's tensor is.
       failure: what this process refused; every process of the groups then raises.
@@ -53,6 +54,7 @@ def read_weights(
     )
     if not groups:
         weights = _by_column(host, stacked.tolist() if stacked is not None else [], flat, columns)
+        check(weights)
         return Totals(weights, tuple(map(sum, weights)), even=True)
     device = device or home
     owner = [c for c, column in enumerate(columns) for _ in column]
@@ -60,25 +62,29 @@ def read_weights(
     for column, number in zip(owner, host):
         sums[column] += number
     # The count and its square tell in one sum whether all counts are equal: n·Σc² = (Σc)² only then.
-    head = [1.0, num_microbatches, num_microbatches**2, OK if failure is None else FAILED]
+    refused = (failure is not None) + sum(not _possible(number) for number in host)
+    head = [1.0, num_microbatches, num_microbatches**2, refused]
     told = torch.tensor([*head, *sums], dtype=_wide(device)).to(device)
     if stacked is not None:
         stacked = stacked.to(device, _wide(device))
         columns_of = [c for c, w in zip(owner, flat) if isinstance(w, torch.Tensor)]
         told.index_add_(0, torch.tensor(columns_of).to(device) + len(head), stacked)
+        told[3] += (~((stacked >= 0) & stacked.isfinite())).sum()
     for group in groups:
         dist.all_reduce(told, group=group)
     numbers = torch.cat([told] if stacked is None else [told, stacked]).tolist()
     processes, count, squares, failed, *rest = numbers
     if failure is not None:
         raise failure
+    weights = _by_column(host, rest[len(columns) :], flat, columns)
+    check(weights)
     if failed:
         raise DistributedError(
             f"{where}: another process refused its call, so this one cannot run; its own error says why.\n"
             "Fix what that process reports; nothing was changed here."
         )
     return Totals(
-        _by_column(host, rest[len(columns) :], flat, columns),
+        weights,
         tuple(rest[: len(columns)]),
         even=processes * squares == count * count,
     )
@@ -119,6 +125,10 @@ def _checked(where: str, weight: Any) -> Any:
             f"{where}: weight_fn gave a {type(weight).__name__}{shape}.\n"
             "Give one number per microbatch, for example (labels != -100).sum()."
         ) from None
+
+
+def _possible(weight: float) -> bool:
+    return math.isfinite(weight) and weight >= 0
 
 
 def _wide(device: torch.device) -> torch.dtype:

@@ -1,12 +1,12 @@
 """One training step over microbatches: find, check, weigh, then the loop."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from microbatch._errors import DistributedError, GraphError, MicrobatchError
 from microbatch._trees import leaves_with_paths
@@ -14,7 +14,6 @@ from microbatch.torch._aux import detach, join, unpack
 from microbatch.torch._carried import CarriedArguments
 from microbatch.torch._discovery import Found, discover
 from microbatch.torch._distributed import (
-    Sync,
     Wrappers,
     check_counts,
     finish,
@@ -31,38 +30,8 @@ from microbatch.torch._graph import connected_zero, reach_of
 from microbatch.torch._guards import Guard
 from microbatch.torch._out_of_memory import is_out_of_memory, out_of_memory
 from microbatch.torch._reduction import Terms, check_weights, scale, terms_of
+from microbatch.torch._sources import Options, Preparation, Source
 from microbatch.torch._transfer import moved
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keywords that `backward`, `backward_window` and `value_and_grad` share; documented there."""
-
-    reduction: Any = "mean"
-    weight_fn: Any = None
-    has_aux: bool = False
-    sync: Sync = "auto"
-    sync_modules: Sequence[nn.Module] | nn.Module | None = None
-    process_group: Any = None
-    backward_fn: Callable[[torch.Tensor], Any] | None = None
-    accumulator_dtype: torch.dtype | None = None
-    rollback: bool = False
-    allow_row_mixing: bool = False
-    allow_hooks: bool = False
-    device: torch.device | str | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where microbatches come from: arguments with the dimension of each tensor's rows, and the rows of each."""
-
-    args: Callable[[int], tuple[Any, ...]]
-    take: Callable[[CarriedArguments, int], tuple[Any, ...]]
-    rows: Callable[[int], int]
-    count: int
-    microbatch_size: int | None
-    """None where the microbatches came as such."""
-    batch_size: int
 
 
 @dataclass
@@ -79,7 +48,7 @@ def step(
     where: str,
     loss_fn: Callable[..., Any],
     given: Any,
-    prepare: Callable[[], Source],
+    prepare: Preparation,
     options: Options,
     inputs: Sequence[torch.Tensor] | None = None,
 ) -> tuple[Any, Any]:
@@ -89,7 +58,7 @@ def step(
       where: the words that open a message.
       loss_fn: called once per microbatch.
       given: the arguments of the call as they came, in which modules are looked for.
-      prepare: checks the arguments; what it refuses is told to the other processes first.
+      prepare: checks and cuts the arguments; what it refuses is told to the other processes first.
       options: the shared keywords.
       inputs: the only leaves that get gradients; all where None.
     """
@@ -122,33 +91,46 @@ def step(
 
 
 def _weigh(
-    where: str, terms: Terms, prepare: Callable[[], Source], guard: Guard, wrappers: Wrappers
+    where: str, terms: Terms, prepare: Preparation, guard: Guard, wrappers: Wrappers
 ) -> tuple[Source, Totals]:
     """The microbatches and all their weights; a refusal is told to every process before it is raised."""
+    groups, device = wrappers.groups, wrappers.device
     failure: Exception | None = None
     source: Source | None = None
     columns: list[list[Any]] = [[] for _ in terms.weight_fns]
-    used = {term.column for term in terms.terms.values() if term.reduction != "sum"}
+
+    def read(count: int, failure: Exception | None = None) -> Totals:
+        check = functools.partial(check_weights, where, weight_fns=terms.weight_fns)
+        return read_weights(where, columns, count, check, groups, device, failure)
+
     try:
         guard.check_found()
-        source = prepare()
-        with torch.no_grad():
-            for column, fn in enumerate(terms.weight_fns):
-                if column in used:
-                    columns[column] = [
-                        source.rows(i) if fn is None else fn(*source.args(i))
-                        for i in range(source.count)
-                    ]
+        checked = prepare.check()
+        if prepare.agrees and groups:
+            read(0)
+        source = prepare.cut(checked, groups[0] if len(groups) == 1 else None)
+        columns = _columns(terms, source)
     except Exception as error:
-        if not wrappers.groups:
+        if not groups or isinstance(error, DistributedError):
             raise
         failure = error
-        columns = [[] for _ in terms.weight_fns]
-    count = source.count if source is not None else 0
-    totals = read_weights(where, columns, count, wrappers.groups, wrappers.device, failure)
+    totals = read(source.count if source is not None else 0, failure)
     assert source is not None
-    check_weights(where, totals.weights, terms.weight_fns)
     return source, totals
+
+
+def _columns(terms: Terms, source: Source) -> list[list[Any]]:
+    """The weights of every microbatch by weight function; none where no reduction uses them."""
+    used = {term.column for term in terms.terms.values() if term.reduction != "sum"}
+    with torch.no_grad():
+        return [
+            []
+            if column not in used
+            else [
+                source.rows(i) if fn is None else fn(*source.args(i)) for i in range(source.count)
+            ]
+            for column, fn in enumerate(terms.weight_fns)
+        ]
 
 
 @dataclass(frozen=True)

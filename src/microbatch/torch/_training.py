@@ -7,21 +7,20 @@ import torch
 from torch import nn
 
 from microbatch._checks import check_size, name_of
-from microbatch._errors import BatchError, DistributedError, EmptyStream, GraphError
-from microbatch._splitting import Split
-from microbatch._trees import leaves_with_paths, map_leaves, map_prefix
-from microbatch.torch._batch import NOT_SPLIT, batch_of
+from microbatch._errors import DistributedError, GraphError
+from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._discovery import discover
 from microbatch.torch._distributed import Sync, wrappers_of
 from microbatch.torch._gradients import kept_aside
 from microbatch.torch._reduction import Reduction
-from microbatch.torch._step import Options, Source, step
+from microbatch.torch._sources import check_microbatch_size, cutting, ready
+from microbatch.torch._step import Options, step
 
 
 def backward(
     loss_fn: Callable[..., Any],
     *args: Any,
-    microbatch_size: int | None,
+    microbatch_size: int | str | None,
     in_dims: Any = 0,
     reduction: Reduction | Mapping[str, Reduction] = "mean",
     weight_fn: Callable[..., Any] | Mapping[str, Callable[..., Any] | None] | None = None,
@@ -35,6 +34,7 @@ def backward(
     allow_row_mixing: bool = False,
     allow_hooks: bool = False,
     device: torch.device | str | None = None,
+    memory_budget: int | str | None = None,
 ) -> Any:
     """As ``loss_fn(*args).backward()``, in the memory of one microbatch.
 
@@ -58,7 +58,8 @@ def backward(
       *args: trees of tensors ``[B, ...]`` and anything else. Every tensor with a dimension is cut along `in_dims`; the
         rest, and modules, pass as they are. A tensor that was computed before the call is fine: its gradient goes into
         its graph once, at the end.
-      microbatch_size: rows in a microbatch; the last one may have fewer. None for the whole batch at once.
+      microbatch_size: rows in a microbatch; the last one may have fewer. "auto" for the largest that fits (see `plan`);
+        None for the whole batch at once.
       in_dims: an integer, or one entry per argument: an integer, None for "not a batch", or a tree of them.
       reduction: "mean", the loss is a mean over its weight; "sum", a plain sum; "sum_over_weight", a sum to be divided
         by the whole batch's weight. One for all, or by the keys of the losses.
@@ -79,6 +80,7 @@ def backward(
       allow_row_mixing: runs modules whose rows influence one another, or that change their buffers.
       allow_hooks: runs hooks on parameters, once per microbatch.
       device: moves microbatches there one at a time, where the batch waits on the CPU.
+      memory_budget: for ``microbatch_size="auto"``: bytes, ``"12GiB"`` or ``"80%"``.
 
     Returns:
       The detached loss of the whole batch, over all processes; a mapping where `loss_fn` returns one; with `has_aux` a
@@ -123,12 +125,8 @@ def backward(
         allow_hooks=allow_hooks,
         device=device,
     )
-    size = (
-        None if microbatch_size is None else check_size(where, "microbatch_size", microbatch_size)
-    )
-    loss, aux = step(
-        where, loss_fn, args, lambda: _cut(where, loss_fn, args, in_dims, size), options
-    )
+    prepare = cutting(where, loss_fn, args, in_dims, microbatch_size, memory_budget, options)
+    loss, aux = step(where, loss_fn, args, prepare, options)
     return (loss, aux) if has_aux else loss
 
 
@@ -206,9 +204,8 @@ def backward_window(
         device=device,
     )
     microbatches = [tuple(m) if isinstance(m, tuple | list) else (m,) for m in window]
-    loss, aux = step(
-        where, loss_fn, microbatches, lambda: _ready(where, loss_fn, microbatches, in_dims), options
-    )
+    prepare = ready(where, loss_fn, microbatches, in_dims)
+    loss, aux = step(where, loss_fn, microbatches, prepare, options)
     return (loss, aux) if has_aux else loss
 
 
@@ -259,7 +256,7 @@ def value_and_grad(
     loss_fn: Callable[..., Any],
     params: Any,
     *,
-    microbatch_size: int | None,
+    microbatch_size: int | str | None,
     in_dims: Any = 0,
     reduction: Reduction | Mapping[str, Reduction] = "mean",
     weight_fn: Callable[..., Any] | Mapping[str, Callable[..., Any] | None] | None = None,
@@ -271,6 +268,7 @@ def value_and_grad(
     allow_row_mixing: bool = False,
     allow_hooks: bool = False,
     device: torch.device | str | None = None,
+    memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
     """A function of the batch that gives the loss and its gradients in `params`, and leaves every ``.grad`` alone.
 
@@ -295,6 +293,7 @@ def value_and_grad(
       allow_row_mixing: as in `backward`.
       allow_hooks: as in `backward`.
       device: as in `backward`.
+      memory_budget: as in `backward`.
 
     Returns:
       A function of ``*args`` that returns ``(loss, grads)``, with `has_aux` ``((loss, aux), grads)``; `grads` is a tree
@@ -311,9 +310,7 @@ def value_and_grad(
     where = f"value_and_grad({name_of(loss_fn)})"
     tree = list(params) if isinstance(params, Iterator) else params
     leaves = _parameters(where, tree)
-    size = (
-        None if microbatch_size is None else check_size(where, "microbatch_size", microbatch_size)
-    )
+    check_microbatch_size(where, microbatch_size)
     options = Options(
         reduction=reduction,
         weight_fn=weight_fn,
@@ -330,14 +327,10 @@ def value_and_grad(
     def valued(*args: Any) -> Any:
         _check_buckets(where, loss_fn, options)
         with kept_aside(leaves):
-            loss, aux = step(
-                where,
-                loss_fn,
-                args,
-                lambda: _cut(where, loss_fn, args, in_dims, size),
-                options,
-                leaves,
+            prepare = cutting(
+                where, loss_fn, args, in_dims, microbatch_size, memory_budget, options
             )
+            loss, aux = step(where, loss_fn, args, prepare, options, leaves)
             grads = map_leaves(
                 lambda leaf: (
                     torch.zeros_like(leaf, requires_grad=False) if leaf.grad is None else leaf.grad
@@ -347,57 +340,6 @@ def value_and_grad(
         return ((loss, aux), grads) if has_aux else (loss, grads)
 
     return valued
-
-
-def _cut(
-    where: str, loss_fn: Callable[..., Any], args: tuple[Any, ...], in_dims: Any, size: int | None
-) -> Source:
-    """The microbatches of one batch."""
-    batch = batch_of(where, loss_fn, args, in_dims)
-    rows = max(batch.batch_size, 1)
-    split = Split(batch.batch_size, min(size or rows, rows))
-
-    def bounds(index: int) -> tuple[int, int]:
-        span = split.rows(index)
-        return span.start, span.stop
-
-    return Source(
-        args=lambda i: batch.rows(*bounds(i)),
-        take=lambda carried, i: carried.take(batch.args, batch.dims, *bounds(i)),
-        rows=split.size,
-        # A batch without rows still runs once, as a zero: for its gradients of zero, and for the other processes.
-        count=max(split.num_microbatches, 1),
-        microbatch_size=split.microbatch_size,
-        batch_size=batch.batch_size,
-    )
-
-
-def _ready(
-    where: str, loss_fn: Callable[..., Any], microbatches: list[tuple[Any, ...]], in_dims: Any
-) -> Source:
-    """Microbatches that came as such."""
-    if not microbatches:
-        raise EmptyStream(
-            f"{where}: the window has no microbatch.\nSkip the step, or take windows from windows(loader, k)."
-        )
-    uncut = [map_prefix(lambda _, leaf: NOT_SPLIT, 0, m) for m in microbatches]
-
-    def rows(index: int) -> int:
-        try:
-            return batch_of(where, loss_fn, microbatches[index], in_dims).batch_size
-        except BatchError as error:
-            raise BatchError(
-                f"{error}\nIn microbatch {index} of the window, which its rows should weigh; a weight_fn weighs it too."
-            ) from None
-
-    return Source(
-        args=microbatches.__getitem__,
-        take=lambda carried, i: carried.take(microbatches[i], uncut[i], 0, 0),
-        rows=rows,
-        count=len(microbatches),
-        microbatch_size=None,
-        batch_size=len(microbatches),
-    )
 
 
 def _parameters(where: str, tree: Any) -> list[torch.Tensor]:
