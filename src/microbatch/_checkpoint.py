@@ -89,11 +89,16 @@ class Checkpoint:
                 "Go on with what it was made with, or delete the file to start anew."
             )
 
+    @property
+    def due(self) -> bool:
+        """Whether `save` would save now."""
+        return time.monotonic() >= self._wait_until
+
     def save(self, progress: Callable[[], Progress]) -> bool:
         """Replaces the file in one step, unless saving again so soon would slow the fold down; whether it did."""
-        start = time.monotonic()
-        if start < self._wait_until:
+        if not self.due:
             return False
+        start = time.monotonic()
         _write(self.path, self._where, self._identity, progress())
         end = time.monotonic()
         self._wait_until = end + (end - start) / self._time_share

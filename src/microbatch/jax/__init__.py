@@ -11,12 +11,14 @@ from microbatch._accumulation import AccumulationType, Accumulator, Carry
 from microbatch.jax._microbatch import microbatch
 from microbatch.jax._per_example import Aux, micro_grad, micro_vmap
 from microbatch.jax._rows import reshape_batch_axis
+from microbatch.jax._stream import accumulate
 
 __all__ = [
     "AccumulationType",
     "Accumulator",
     "Aux",
     "Carry",
+    "accumulate",
     "micro_grad",
     "micro_vmap",
     "microbatch",

@@ -1,0 +1,383 @@
+"""The compiled half of `accumulate`: one program per function, structure and shapes, whatever the stream's length."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from microbatch._errors import AccumulatorError, MicrobatchError
+from microbatch._identity import Recent
+from microbatch.jax._accumulators import CONCAT, RULES, Moment, Output, update
+from microbatch.jax._convolutions import canonical_convolutions, has_convolution
+from microbatch.jax._outputs import OutputPlan, plan_outputs
+
+_MOST_PROGRAMS = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `accumulate` but the function, checked.
+
+    Attributes:
+      where: opens the messages.
+      accumulator: one kind, or a tree of kinds.
+      key: the same, hashable.
+      weight_fn: see `accumulate`.
+      accumulator_dtype: see `accumulate`.
+    """
+
+    where: str
+    accumulator: Any
+    key: Hashable
+    weight_fn: Callable[..., Any] | None
+    accumulator_dtype: Any
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a program is made for, besides shapes and dtypes, which `jax.jit` tells apart.
+
+    Attributes:
+      args: the structure of the arguments before the microbatch's.
+      constants: the leaves of them that are not arrays, each with its place.
+      states: which leaves are carried from microbatch to microbatch, in order.
+      microbatch: the structure of the microbatch's arguments.
+    """
+
+    args: Any
+    constants: tuple[tuple[int, Any], ...]
+    states: tuple[int, ...]
+    microbatch: Any
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for structures that share a program; constants that are objects are equal to themselves alone."""
+        plain = (str, bytes, int, float, complex, bool, type)
+        constants = tuple(
+            (place, type(value), value if isinstance(value, plain) else id(value))
+            for place, value in self.constants
+        )
+        return self.args, constants, self.states, self.microbatch
+
+    def arguments(
+        self, shared: Sequence[Any], states: Sequence[Any], rows: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """All arguments of the function."""
+        placed = {**dict(self.constants), **dict(zip(self.states, states, strict=True))}
+        remaining = iter(shared)
+        leaves = [
+            placed[i] if i in placed else next(remaining) for i in range(self.args.num_leaves)
+        ]
+        return (
+            *self.args.unflatten(leaves),
+            *self.microbatch.unflatten(rows),
+        )
+
+
+class State(NamedTuple):
+    """What is carried on the devices from microbatch to microbatch.
+
+    Attributes:
+      accumulators: one per output that is neither carried nor concatenated.
+      states: the leaves that are handed on.
+      total: the weight so far, relative to the first weight.
+      lost: what rounding took from it.
+      first: the first weight that is not zero.
+      ran: how many microbatches ran.
+    """
+
+    accumulators: list[Any]
+    states: list[Any]
+    total: Any
+    lost: Any
+    first: Any
+    ran: Any
+
+
+class Program:
+    """A function, its accumulators and a structure, as three compiled functions."""
+
+    def __init__(
+        self, fun: Callable[[], Callable[..., Any]], settings: Settings, structure: Structure
+    ) -> None:
+        self._fun = fun
+        self._settings = settings
+        self._structure = structure
+        self._layouts: dict[Hashable, list[Any]] = {}
+        # Traced once, whether for types or inside the step.
+        self._evaluate = jax.jit(self._evaluated, inline=True)
+        self._start = jax.jit(self._started)
+        self._step = jax.jit(self._stepped, donate_argnums=0)
+        self._finish = jax.jit(_finished, static_argnums=0, donate_argnums=1)
+
+    def types(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Any:
+        """The output's types; the function is traced for them, never run."""
+        return jax.eval_shape(self._evaluate, shared, states, rows)
+
+    def start(
+        self, shared: list[Any], states: list[Any], rows: list[Any], device: Any
+    ) -> tuple[State, Callable[[State], None]]:
+        """The first state, and a function that is told the state after the first step.
+
+        A state that is laid out as the step leaves it needs no program of its own for the first step.
+        """
+        state = self._start(shared, states, rows)
+        if device is not None:
+            return jax.device_put(state, device), lambda _: None
+        key = tuple(x.sharding if x.committed else None for x in (*shared, *rows))
+        if not any(key):
+            return state, lambda _: None
+        if key in self._layouts:
+            leaves, treedef = jax.tree.flatten(state)
+            return treedef.unflatten(jax.device_put(leaves, self._layouts[key])), lambda _: None
+
+        def learn(after: State) -> None:
+            self._layouts[key] = [leaf.sharding for leaf in jax.tree.leaves(after)]
+
+        return state, learn
+
+    def step(
+        self, state: State, shared: list[Any], rows: list[Any], index: Any
+    ) -> tuple[State, Any, list[Any]]:
+        """One microbatch: the next state (`state` is gone), a scalar to wait for, and the rows of CONCAT."""
+        return self._step(state, shared, rows, index)
+
+    def finish(self, plan: OutputPlan, state: State) -> list[Any]:
+        """The results of all outputs but CONCAT; `state` is gone."""
+        outputs = _accumulated(plan.outputs(self._settings.accumulator_dtype))
+        same = [not o.is_custom and o.dtype == o.type.dtype for o in outputs]
+        # Only what keeps its dtype can be finished in its own memory.
+        in_place = [a for a, own in zip(state.accumulators, same, strict=True) if own]
+        others = [a for a, own in zip(state.accumulators, same, strict=True) if not own]
+        facts = (tuple(outputs), tuple(same))
+        return self._finish(facts, in_place, others, state.total, state.lost, state.ran)
+
+    def _evaluated(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Any:
+        return self._fun()(*self._structure.arguments(shared, states, rows))
+
+    def _planned(
+        self, shared: list[Any], states: list[Any], rows: list[Any]
+    ) -> tuple[OutputPlan, Any]:
+        """The plan with the types as a trace has them, sharding included, and the function's program."""
+        closed, like = jax.make_jaxpr(self._evaluate, return_shape=True)(shared, states, rows)
+        types = jax.tree.unflatten(jax.tree.structure(like), closed.out_avals)
+        plan = plan_outputs(self._settings.where, self._settings.accumulator, types, None)
+        return plan, closed.jaxpr
+
+    def _started(self, shared: list[Any], states: list[Any], rows: list[Any]) -> State:
+        plan, _ = self._planned(shared, states, rows)
+        outputs = _accumulated(plan.outputs(self._settings.accumulator_dtype))
+        zero = jnp.zeros((), jnp.result_type(float))
+        return State(
+            [_first_carry(self._settings.where, output) for output in outputs],
+            # Copied: the arguments are the caller's, and the state's memory is used again.
+            [jnp.copy(x) for x in states],
+            zero,
+            zero,
+            zero,
+            jnp.zeros((), jnp.int32),
+        )
+
+    def _stepped(
+        self, state: State, shared: list[Any], rows: list[Any], index: Any
+    ) -> tuple[State, Any, list[Any]]:
+        settings = self._settings
+        plan, program = self._planned(shared, state.states, rows)
+        outputs = plan.outputs(settings.accumulator_dtype)
+        evaluate = self._evaluate
+        if settings.weight_fn is not None and has_convolution(program):
+            # A branch is to XLA what a loop is: see `_convolutions`.
+            evaluate = canonical_convolutions(evaluate)
+        weight = self._weight(shared, state.states, rows)
+
+        def run(state: State) -> tuple[State, list[Any]]:
+            values = jax.tree.leaves(evaluate(shared, state.states, rows))
+            return self._folded_in(plan, outputs, state, values, weight, index)
+
+        def skip(state: State) -> tuple[State, list[Any]]:
+            return state, [jnp.zeros(o.type.shape or (1,), o.type.dtype) for o in _rows(outputs)]
+
+        if settings.weight_fn is None:
+            state, pieces = run(state)
+        else:
+            # A branch, not a product with zero: nothing in a skipped microbatch can reach the result.
+            state, pieces = lax.cond(weight != 0, run, skip, state)
+        return state, state.ran, pieces
+
+    def _folded_in(
+        self,
+        plan: OutputPlan,
+        outputs: Sequence[Output],
+        state: State,
+        values: list[Any],
+        own_weight: Any,
+        index: Any,
+    ) -> tuple[State, list[Any]]:
+        first = jnp.where(state.ran == 0, own_weight, state.first)
+        # Relative to the first weight, so that a stream of one element is that element's output.
+        weight = own_weight / first
+        total = state.total + state.lost
+        carried = [i for part in plan.carried for i in part.values]
+        remaining = iter([x for i, x in enumerate(values) if i not in carried])
+        updated, pieces = [], []
+        accumulators = iter(state.accumulators)
+        for output in outputs:
+            mine = [next(remaining) for _ in output.types]
+            if output.kind is CONCAT:
+                pieces.append(jnp.reshape(mine[0], jnp.shape(mine[0]) or (1,)))
+                continue
+            carry = next(accumulators)
+            _check_same(self._settings.where, output, carry)
+            told = own_weight if output.is_custom else weight
+            updated.append(
+                update(output, None, carry, mine, Moment(index, told, total), tail=False)
+            )
+        self._check_states(plan, state)
+        total, lost = _two_sum(state.total, weight)
+        states = [values[i].astype(s.dtype) for i, s in zip(carried, state.states, strict=True)]
+        return State(updated, states, total, state.lost + lost, first, state.ran + 1), pieces
+
+    def _weight(self, shared: list[Any], states: list[Any], rows: list[Any]) -> jax.Array:
+        dtype = jnp.result_type(float)
+        weight_fn = self._settings.weight_fn
+        if weight_fn is None:
+            return jnp.asarray(rows_of(rows) or 1, dtype)
+        value = jnp.asarray(weight_fn(*self._structure.arguments(shared, states, rows)))
+        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.number):
+            raise MicrobatchError(
+                f"{self._settings.where}: weight_fn returned shape {value.shape} of dtype {value.dtype}.\n"
+                "Return one number per microbatch, for example mask.sum()."
+            )
+        return value.astype(dtype)
+
+    def _check_states(self, plan: OutputPlan, state: State) -> None:
+        came = [_words(x) for part in plan.carried for x in part.leaves]
+        wanted = [_words(x) for x in state.states]
+        if came != wanted:
+            raise AccumulatorError(
+                f"{self._settings.where}: what is carried and the arguments it becomes differ:\n"
+                f"  output:   {', '.join(came) or 'nothing'}\n"
+                f"  argument: {', '.join(wanted) or 'nothing'}\n"
+                "Return the new state with the structure, shapes and dtypes of the old one."
+            )
+
+
+def rows_of(leaves: Sequence[Any]) -> int | None:
+    """The common length of the first axes, None where there is none or they differ."""
+    rows = {leaf.shape[0] for leaf in leaves if leaf.shape}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def program_of(fun: Callable[..., Any], settings: Settings, structure: Structure) -> Program:
+    """The program of `fun`, kept as long as `fun` lives: calls in every optimizer step share it."""
+    programs, reference = _programs_of(fun)
+    key = (settings.key, settings.weight_fn, settings.accumulator_dtype, structure.key)
+    return programs.get(key, lambda: Program(reference, settings, structure))
+
+
+_PROGRAMS: dict[Hashable, tuple[Recent[Program], Callable[[], Any], Any]] = {}
+
+
+def _programs_of(fun: Callable[..., Any]) -> tuple[Recent[Program], Callable[[], Any]]:
+    # A bound method is made anew whenever it is looked up, so its object is what lives.
+    owner, method = (fun.__self__, fun.__func__) if inspect.ismethod(fun) else (fun, None)
+    key = (id(owner), method)
+    if key not in _PROGRAMS:
+        try:
+            alive = weakref.ref(owner, lambda _: _PROGRAMS.pop(key, None))
+        except TypeError:
+            # What cannot be referred to weakly (a builtin) stays.
+            alive = lambda: owner
+        if method is None:
+            reference = alive
+        else:
+            reference = lambda: method.__get__(alive())
+        _PROGRAMS[key] = (Recent(_MOST_PROGRAMS), reference, alive)
+    programs, reference, _ = _PROGRAMS[key]
+    return programs, reference
+
+
+def _accumulated(outputs: Sequence[Output]) -> list[Output]:
+    return [output for output in outputs if output.kind is not CONCAT]
+
+
+def _rows(outputs: Sequence[Output]) -> list[Output]:
+    return [output for output in outputs if output.kind is CONCAT]
+
+
+def _first_carry(where: str, output: Output) -> Any:
+    """The carry before the first microbatch, from types alone."""
+    if output.is_custom:
+        return _custom_carry(where, output)
+    carry = RULES[output.kind].init(output.type, output.dtype)
+    if RULES[output.kind].wide and jnp.issubdtype(carry.dtype, jnp.inexact):
+        # −0.0 + x is x, its sign of zero included.
+        return -carry
+    return carry
+
+
+def _custom_carry(where: str, output: Output) -> Any:
+    """The carry of a custom accumulator, in the dtypes that its update gives: they may not change on the way."""
+    spec = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in output.types]
+    carry = output.kind.init(output.treedef.unflatten(spec))
+    at = Moment(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.result_type(float)))
+    after = jax.eval_shape(
+        lambda carry, *values: update(output, None, carry, values, at, tail=False), carry, *spec
+    )
+    before = jax.eval_shape(lambda: carry)
+    shapes = lambda tree: (jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)])
+    if shapes(before) != shapes(after):
+        raise AccumulatorError(
+            f"{where}: update of a custom accumulator changes the carry:\n"
+            f"  init:   {_tree_words(before)}\n"
+            f"  update: {_tree_words(after)}\n"
+            "Return a carry of the structure and shapes that init gives."
+        )
+    return jax.tree.map(lambda x, t: jnp.asarray(x, t.dtype), carry, after)
+
+
+def _finished(
+    facts: tuple[Any, Any], in_place: list[Any], others: list[Any], total: Any, lost: Any, ran: Any
+) -> list[Any]:
+    results, mine, foreign = [], iter(in_place), iter(others)
+    for output, own in zip(*facts, strict=True):
+        carry = next(mine) if own else next(foreign)
+        if output.is_custom:
+            results.append(output.kind.finalize(carry))
+            continue
+        rule = RULES[output.kind]
+        if rule.wide:
+            carry = jnp.where(ran == 0, 0, carry)
+        results.append(rule.finalize(carry, total + lost).astype(output.type.dtype))
+    return results
+
+
+def _check_same(where: str, output: Output, carry: Any) -> None:
+    if output.is_custom or output.type.shape == carry.shape:
+        return
+    kind = output.kind.name
+    raise AccumulatorError(
+        f"{where}: an output is {_words(output.type)} in one microbatch and {_words(carry)} in those before; "
+        f"{kind} cannot combine them.\n"
+        "Use CONCAT for outputs with rows, or return one shape."
+    )
+
+
+def _two_sum(total: Any, weight: Any) -> tuple[Any, Any]:
+    """The sum and exactly what rounding took from it: long streams do not stop counting."""
+    after = total + weight
+    came = after - total
+    return after, (total - (after - came)) + (weight - came)
+
+
+def _words(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _tree_words(tree: Any) -> str:
+    return str(jax.tree.map(_words, tree)).replace("'", "")
