@@ -4,7 +4,6 @@ Each check compares with one process that has both processes' rows, computed her
 """
 
 import contextlib
-import copy
 import functools
 import os
 import sys
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -303,6 +302,43 @@ def a_refusal_on_one_process_is_raised_on_all(rank):
             mb.backward(
                 functools.partial(token_loss, module), x, labels[: 4 - rank], microbatch_size=2
             )
+
+
+@check
+def weights_that_cannot_be_are_refused_on_all(rank):
+    x, labels = rows_of(rank, 4)
+    ddp = DDP(fresh())
+    for bad in (-1.0, float("nan"), torch.tensor(-1.0), torch.tensor(float("inf"))):
+        kind = microbatch.MicrobatchError if rank else microbatch.DistributedError
+        with raises(kind, "for microbatch 0" if rank else "another process refused"):
+            mb.backward(
+                functools.partial(token_loss, ddp), x, labels, microbatch_size=2,
+                weight_fn=lambda x, labels: bad if rank else torch.tensor(1.0),
+            )  # fmt: skip
+    assert all(p.grad is None for p in ddp.parameters())
+
+
+@check
+def auto_agrees_on_one_size(rank):
+    batches = [rows_of(r, 32) for r in range(2)]
+    _, grads = one_process(token_loss, batches)
+    ddp, seen = DDP(fresh()), []
+
+    def loss_fn(x, labels):
+        seen.append(len(x))
+        return token_loss(ddp, x, labels)
+
+    budget = 40_000 * (1 + rank)
+    options = {"microbatch_size": "auto", "memory_budget": budget, "weight_fn": count_tokens}
+    mb.backward(loss_fn, *batches[rank], **options)
+    sizes = [None, None]
+    dist.all_gather_object(sizes, seen[-1])
+    assert sizes[0] == sizes[1] < 32, sizes
+    assert_grads(ddp, grads)
+    kind = microbatch.BatchError if rank else microbatch.DistributedError
+    x, labels = batches[rank]
+    with raises(kind, "rows" if rank else "another process refused"):
+        mb.backward(loss_fn, x, labels[: 32 - rank], **options)
 
 
 @check

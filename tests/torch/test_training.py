@@ -1,7 +1,9 @@
 """`backward` and its kin give the whole batch's loss and gradient; the oracle is the whole batch in float64."""
 
 import copy
+import dataclasses
 import functools
+import inspect
 
 import numpy as np
 import pytest
@@ -563,3 +565,79 @@ def test_autocast_around_the_call():
     _, grads = whole_batch(model, mean_square, x, y)
     assert loss.dtype == torch.float32
     assert_same_grads(grads_of(model), grads, rtol=3e-2)
+
+
+def test_auto_takes_the_largest_size_that_fits():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    x, seen = torch.randn(512, 64), []
+
+    def loss_fn(x):
+        seen.append(len(x))
+        return model(x).square().mean()
+
+    mb.backward(loss_fn, x, microbatch_size="auto")
+    assert seen[-1] == 512
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    seen.clear()
+    mb.backward(loss_fn, x, microbatch_size="auto", memory_budget="1MiB")
+    assert 1 <= seen[-1] < 512
+    assert_same_grads(grads_of(model), wanted, rtol=1e-5)
+    with pytest.raises(microbatch.BudgetError, match="memory_budget"):
+        mb.backward(loss_fn, x, microbatch_size=8, memory_budget="1MiB")
+    valued = mb.value_and_grad(
+        loss_fn, model.parameters(), microbatch_size="auto", memory_budget="1MiB"
+    )
+    assert_same_grads(valued(x)[1], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["backward", "backward_window", "value_and_grad"])
+def test_C14_every_option_is_forwarded(name, monkeypatch):
+    """Each keyword arrives where the step reads it, with the value that was given."""
+    from microbatch.torch import _training
+    from microbatch.torch._sources import Options
+
+    marks = {
+        "reduction": "sum", "weight_fn": None, "has_aux": True, "sync": "last", "sync_modules": [],
+        "process_group": None, "backward_fn": lambda loss: None, "accumulator_dtype": torch.float64,
+        "rollback": True, "allow_row_mixing": True, "allow_hooks": True, "device": "cpu",
+    }  # fmt: skip
+    assert set(marks) == {f.name for f in dataclasses.fields(Options)}
+    function = getattr(mb, name)
+    given = {k: v for k, v in marks.items() if k in inspect.signature(function).parameters}
+    assert set(marks) - set(given) == (
+        {"backward_fn", "rollback"} if name == "value_and_grad" else set()
+    )
+    seen = []
+
+    def step(where, loss_fn, args, prepare, options, inputs=None):
+        seen.append((options, prepare.cut(prepare.check(), None)))
+        return torch.zeros(()), None
+
+    monkeypatch.setattr(_training, "step", step)
+    x = torch.randn(3, 6)
+    if name == "backward":
+        function(len, x, microbatch_size=4, in_dims=1, **given)
+    elif name == "backward_window":
+        function(len, [(x,)], in_dims=1, **given)
+    else:
+        function(len, [], microbatch_size=4, in_dims=1, **given)(x)
+    [(options, source)] = seen
+    for key, value in given.items():
+        assert getattr(options, key) is value, key
+    assert source.batch_size == (1 if name == "backward_window" else 6)
+    assert source.rows(0) == (6 if name == "backward_window" else 4)
+
+
+def test_the_three_functions_share_their_keywords_and_defaults():
+    keywords = [
+        {
+            k: p.default
+            for k, p in inspect.signature(f).parameters.items()
+            if p.kind is p.KEYWORD_ONLY
+        }
+        for f in (mb.backward, mb.backward_window, mb.value_and_grad)
+    ]
+    full = keywords[0]
+    for other in keywords[1:]:
+        assert other == {k: full[k] for k in other}
