@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from microbatch._checks import Leaf, Slot
 from microbatch._errors import BatchError
@@ -139,8 +141,13 @@ def hoisted(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], li
     types = jax.tree.unflatten(jax.tree.structure(out_tree), closed.out_avals)
 
     def program(consts: Sequence[Any], *lists: Sequence[Any]) -> list[Any]:
-        jaxpr = jax.extend.core.ClosedJaxpr(closed.jaxpr, list(consts))
-        return jax.extend.core.jaxpr_as_fun(jaxpr)(*(x for values in lists for x in values))
+        jaxpr = ClosedJaxpr(closed.jaxpr, list(consts))
+        out = jaxpr_as_fun(jaxpr)(*(x for values in lists for x in values))
+        # An output that is a literal comes back as a Python number.
+        return [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
+            for x, aval in zip(out, closed.out_avals, strict=True)
+        ]
 
     return program, list(closed.consts), types, closed.jaxpr
 
