@@ -195,9 +195,7 @@ def per_argument(where: str, name: str, value: Any, slots: Sequence[Slot]) -> tu
     return tuple(value)
 
 
-def batch_size_of(
-    where: str, leaves: Sequence[Leaf], option: str = "in_axes"
-) -> tuple[int, str]:
+def batch_size_of(where: str, leaves: Sequence[Leaf], option: str = "in_axes") -> tuple[int, str]:
     """The common number of rows, and the first leaf in words; unequal or missing rows are refused with their paths."""
     if not leaves:
         raise BatchError(
@@ -209,6 +207,10 @@ def batch_size_of(
             raise BatchError(
                 f"{where}: {leaf.path} is not an array.\n"
                 "Batch arguments hold arrays alone; pass other values as arguments of their own."
+            )
+        if isinstance(leaf.axis, bool) or not hasattr(leaf.axis, "__index__"):
+            raise BatchError(
+                f"{where}: {leaf.path} has {leaf.axis!r} for its axis of rows.\nUse an integer."
             )
         if not -len(leaf.shape) <= leaf.axis < len(leaf.shape):
             shape = "a scalar" if leaf.shape == () else f"of shape {leaf.shape}"

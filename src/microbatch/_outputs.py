@@ -30,7 +30,7 @@ def canonical(where: str, accumulator: Any) -> Any:
         if found is None and entry is not None:
             raise AccumulatorError(
                 f"{where}: accumulator{path} is {entry!r}, not an accumulator.\n"
-                f"Use one of {', '.join(AccumulationType.__members__)}, an Accumulator, or a Carry."
+                f"Use one of {', '.join(AccumulationType.__members__)}, an Accumulator or a Carry."
             )
         return found
 
@@ -54,8 +54,8 @@ def parts_of(where: str, accumulator: Any, output: Any) -> list[Part]:
     except MicrobatchError as error:
         raise AccumulatorError(
             f"{where}: the accumulator is not a prefix of the output.\n"
-            f"accumulator: {structure_words(accumulator)}\n"
-            f"output:      {structure_words(output)}\n"
+            f"  accumulator: {structure_words(accumulator)}\n"
+            f"  output:      {structure_words(output)}\n"
             "Give one accumulator for the whole output, or one per part of it."
         ) from error
     return parts
@@ -79,8 +79,9 @@ def check_can_average(
     """Refuses means of integers and booleans: their dtype cannot hold the result."""
     if kind in MEANS and not inexact:
         raise AccumulatorError(
-            f"{where}: {path} has dtype {dtype_name}, which {kind.name} cannot average.\n"
-            "Use SUM for it, or return it as a float."
+            f"{where}: {path} has dtype {dtype_name}; {kind.name} averages floating-point and complex "
+            "values.\n"
+            "Use SUM or LAST for it, or return it as a float."
         )
 
 
@@ -88,10 +89,24 @@ def check_can_weigh(where: str, accumulator: Accumulator, path: str) -> None:
     """Refuses a custom accumulator over microbatches of unequal rows, unless it takes their weight."""
     if not accumulator.takes_weight:
         raise AccumulatorError(
-            f"{where}: the last microbatch has fewer rows, and the accumulator of {path} cannot "
-            "weigh it.\n"
+            f"{where}: the last microbatch has fewer rows, and the custom accumulator of {path} takes "
+            "no weight.\n"
             "Give its update a keyword parameter weight, or use a microbatch_size that divides the batch."
         )
+
+
+def changed_type(
+    where: str, kind: AccumulationType, path: str, place: str, before: str, now: str
+) -> AccumulatorError:
+    """The error for an output whose type, in words, changes from one microbatch to the next, at `place`."""
+    if kind is AccumulationType.CONCAT:
+        advice = "Return equally many rows for each row of the microbatch, in one dtype."
+    else:
+        advice = "Use CONCAT for outputs with rows, or return one shape and dtype."
+    return AccumulatorError(
+        f"{where}: {path} is {now} in {place} and {before} before it; {kind.name} cannot "
+        f"combine them.\n{advice}"
+    )
 
 
 def _is_accumulator(entry: Any) -> bool:

@@ -71,9 +71,10 @@ def make_split(
       num_microbatches: at most so many microbatches, of ⌈batch_size / num_microbatches⌉ rows.
       order: which rows a microbatch holds, see `Split`.
       remainder: "error" refuses a tail, "allow" makes it the last microbatch.
-      subject: what has the rows, for the message: ``"batch['x'] has 10 rows along axis 0"`` without the number.
+      subject: what has the rows, as `batch_size_of` says it: ``"batch['x'] along axis 0"``.
     """
-    rows = f"{subject} has {batch_size} row{'s' * (batch_size != 1)}"
+    name, along, axis = subject.partition(" along ")
+    rows = f"{name} has {batch_size} row{'s' * (batch_size != 1)}{along}{axis}"
     if microbatch_size is None:
         if num_microbatches is None:
             raise MicrobatchSizeError("give microbatch_size or num_microbatches.")

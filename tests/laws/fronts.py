@@ -89,13 +89,14 @@ def _jax_front() -> Front:
 
 
 def _torch_front() -> Front:
+    import ml_dtypes
     import torch
 
     def to_numpy(value: Any) -> np.ndarray:
         if not isinstance(value, torch.Tensor):
             return np.asarray(value)
         if value.dtype == torch.bfloat16:
-            return value.detach().float().numpy().astype("bfloat16")
+            return value.detach().float().numpy().astype(ml_dtypes.bfloat16)
         return value.detach().numpy()
 
     def value_and_grad(fun: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from microbatch._accumulation import (
+    EXTREMES,
     MEANS,
     AccumulationType,
     Accumulator,
@@ -15,6 +16,7 @@ from microbatch._accumulation import (
     as_accumulator,
 )
 from microbatch._errors import AccumulatorError
+from microbatch._outputs import changed_type, check_can_average, check_can_weigh
 from microbatch.jax._accumulators import CONCAT, Output, carry_dtype
 
 
@@ -110,21 +112,21 @@ def plan_outputs(where: str, accumulator: Any, tree: Any, tail_tree: Any | None)
 
 def _check(where: str, part: Part, subtree: Any) -> None:
     kind = part.accumulator
-    if isinstance(kind, Accumulator) and part.tail_leaves is not None and not kind.takes_weight:
-        raise AccumulatorError(
-            f"{where}: the last microbatch has fewer rows, and the custom accumulator of output{part.path} "
-            "takes no weight.\n"
-            "Give its update a keyword parameter weight, or use a microbatch_size that divides the batch."
-        )
-    if kind not in MEANS:
+    if isinstance(kind, Accumulator):
+        if part.tail_leaves is not None:
+            check_can_weigh(where, kind, f"output{part.path}")
         return
-    for inner, leaf in jax.tree_util.tree_leaves_with_path(subtree):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise AccumulatorError(
-                f"{where}: output{part.path}{jax.tree_util.keystr(inner)} has dtype {leaf.dtype}; "
-                f"{kind.name} averages floating-point and complex values.\n"
-                "Use SUM or LAST for it, or return it as a float."
-            )
+    for i, (inner, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(subtree)):
+        path = f"output{part.path}{jax.tree_util.keystr(inner)}"
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        check_can_average(where, kind, path, leaf.dtype.name, inexact)
+        tail = leaf if part.tail_leaves is None else part.tail_leaves[i]
+        if kind in (AccumulationType.SUM, *MEANS, *EXTREMES) and tail.shape != leaf.shape:
+            raise changed_type(where, kind, path, "the last microbatch", _words(leaf), _words(tail))
+
+
+def _words(leaf: Any) -> str:
+    return f"{leaf.dtype.name}{list(leaf.shape)}"
 
 
 def _outputs_of(part: Part, accumulator_dtype: Any) -> list[Output]:

@@ -14,7 +14,7 @@ from microbatch._accumulation import (
     leaf_rule,
 )
 from microbatch._errors import AccumulatorError, EmptyStream
-from microbatch._outputs import Part, check_can_average, check_can_weigh
+from microbatch._outputs import Part, changed_type, check_can_average, check_can_weigh
 from microbatch._trees import leaves_with_paths, map_leaves
 
 
@@ -150,12 +150,8 @@ def refuse_change(
     where: str, kind: AccumulationType, path: str, index: int, before: np.ndarray, now: np.ndarray
 ) -> NoReturn:
     """An output whose type changes from one microbatch to the next does not combine."""
-    advice = {
-        AccumulationType.CONCAT: "Return equally many rows for each row of the microbatch, in one dtype."
-    }.get(kind, "Use CONCAT for outputs with rows, or return one shape and dtype.")
-    raise AccumulatorError(
-        f"{where}: {path} is {type_words(now)} in microbatch {index} and {type_words(before)} "
-        f"before it; {kind.name} cannot combine them.\n{advice}"
+    raise changed_type(
+        where, kind, path, f"microbatch {index}", type_words(before), type_words(now)
     )
 
 

@@ -136,8 +136,7 @@ def microbatch(
     )
     if microbatch_size is not None and num_microbatches is not None:
         raise MicrobatchSizeError(
-            f"{where}: microbatch_size={microbatch_size} and num_microbatches={num_microbatches} are both given.\n"
-            "Give one of them, and None for microbatch_size with num_microbatches."
+            f"{where}: microbatch_size and num_microbatches are both given.\nGive one of them."
         )
     check_declared(where, settings.signature, settings.argnums, settings.argnames)
 
@@ -260,18 +259,12 @@ def _batch_leaves(
     leaves: list[Leaf] = []
 
     def collect(axis: Any, path: str, subtree: Any) -> None:
-        if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-            raise BatchError(
-                f"{where}: in_axes has {axis!r} for {path}.\nUse an integer: the axis of its rows."
-            )
         for leaf_path, leaf in leaves_with_paths(subtree, path):
-            leaves.append(Leaf(leaf_path, shape_of(leaf), operator.index(axis)))
+            leaves.append(Leaf(leaf_path, shape_of(leaf), axis))
 
     for slot, axis in zip(slots, axes, strict=True):
         try:
             map_subtrees(collect, axis, batch[slot.key], slot.name)
-        except BatchError:
-            raise
         except MicrobatchError as error:
             raise BatchError(
                 f"{where}: in_axes does not fit {slot.name}: {error}.\n"
@@ -289,9 +282,9 @@ def _carried_slots(
         if isinstance(entry, Carry):
             (slot,) = locate(settings.where, settings.signature, (entry.argnum,), (), args, kwargs)
             if slot.key in {s.key for s in slots}:
-                raise AccumulatorError(
-                    f"{settings.where}: Carry({entry.argnum}) names {slot.name}, which is a batch argument.\n"
-                    "Carry an argument that is the same for the whole batch."
+                raise BatchError(
+                    f"{settings.where}: {slot.name} is a batch argument and cannot be carried.\n"
+                    "Take it out of argnums and argnames, or out of Carry."
                 )
             carried[entry] = slot.key
     return carried
@@ -313,13 +306,14 @@ def checked_weight(where: str, weight: Any, index: int) -> int | float:
     array = np.asarray(weight)
     if array.size != 1 or array.dtype.kind not in "iufb":
         raise MicrobatchError(
-            f"{where}: weight_fn gave {array.dtype.name}{list(array.shape)} for microbatch {index}.\n"
-            "Return one real number, for example the sum of a mask."
+            f"{where}: weight_fn returned shape {array.shape} of dtype {array.dtype}.\n"
+            "Return one number per microbatch, for example mask.sum()."
         )
     number = array.item()
     if not math.isfinite(number) or number < 0:
         raise MicrobatchError(
-            f"{where}: weight_fn gave {number!r} for microbatch {index}.\nWeights are finite and not negative."
+            f"{where}: weight_fn returned {number!r} for microbatch {index}.\n"
+            "Return a finite number that is not negative."
         )
     return number
 
@@ -334,7 +328,8 @@ def checked_dtype(where: str, dtype: Any) -> np.dtype | None:
         found = None
     if found is None or not (found.kind in "fc" or found.name.startswith(("float", "bfloat"))):
         raise AccumulatorError(
-            f"{where}: accumulator_dtype={dtype!r} cannot hold a mean.\nUse a floating dtype, for example np.float64."
+            f"{where}: accumulator_dtype={dtype!r} is not a floating-point dtype.\n"
+            "Use for example accumulator_dtype=np.float32."
         )
     return found
 
@@ -348,7 +343,6 @@ def _checked_limit(where: str, value: Any) -> int | None:
         return None
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise MicrobatchSizeError(
-            f"{where}: num_real_microbatches={value!r} is a {type(value).__name__}, not an integer.\n"
-            "Use an int; it is clamped to the number of microbatches."
+            f"{where}: num_real_microbatches={value!r} is not an integer.\nUse an int."
         )
     return operator.index(value)
