@@ -41,6 +41,7 @@ class Output:
       treedef: the subtree's structure, for a custom accumulator.
       axis: where CONCAT has its rows.
       dtype: the carry's dtype, for the other kinds.
+      extreme: MAX or MIN where the accumulator is this library's own, which also tells who attained it.
     """
 
     kind: AccumulationType | Accumulator
@@ -49,6 +50,7 @@ class Output:
     treedef: Any = None
     axis: int = 0
     dtype: Any = None
+    extreme: AccumulationType | None = None
 
     @property
     def type(self) -> Any:

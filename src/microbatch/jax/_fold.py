@@ -12,6 +12,7 @@ from microbatch._accumulation import AccumulationType
 from microbatch._splitting import Split
 from microbatch.jax._accumulators import Moment, Output, finalize, init, update
 from microbatch.jax._convolutions import canonical_convolutions
+from microbatch.jax._devices import Devices
 from microbatch.jax._rows import Rows, take, take_tail
 
 Step = Callable[[Moment, list[Any], list[Any], list[Any]], tuple[list[Any], list[Any]]]
@@ -29,6 +30,7 @@ class Loop:
       outputs: how the step's values are accumulated, in order.
       weighted: whether a weight function was given, so that MEAN divides by what ran.
       convolves: whether the step holds a convolution, see `_convolutions`.
+      devices: over which devices the rows lie; None where that is left to the compiler.
     """
 
     step: Step
@@ -37,6 +39,12 @@ class Loop:
     outputs: tuple[Output, ...]
     weighted: bool = False
     convolves: bool = False
+    devices: Devices | None = None
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces a microbatch is evaluated, one on each device."""
+        return 1 if self.devices is None else self.devices.shards
 
 
 @dataclass(frozen=True)
@@ -172,7 +180,7 @@ def total_weight(loop: Loop, weights: Any, runs: Any) -> Any:
     """What MEAN divides by: the weights that ran, or all rows where there is no weight function."""
     if weights is not None:
         return jnp.sum(weights_that_ran(weights, runs))
-    return loop.split.batch_size / loop.split.microbatch_size
+    return loop.split.batch_size / loop.split.microbatch_size * loop.pieces
 
 
 def running_total(loop: Loop, weights: Any, runs: Any) -> Any:
@@ -181,7 +189,7 @@ def running_total(loop: Loop, weights: Any, runs: Any) -> Any:
         return total_weight(loop, weights, runs)
     split = loop.split
     sizes = jnp.array([split.size(i) / split.microbatch_size for i in range(len(runs))])
-    return jnp.sum(jnp.where(runs, sizes, 0))
+    return jnp.sum(jnp.where(runs, sizes, 0)) * loop.pieces
 
 
 def divisor(loop: Loop, output: Output, weights: Any, runs: Any) -> Any:
@@ -198,7 +206,7 @@ def last_to_run(split: Split, runs: Any) -> Any:
     """The index of the last microbatch that runs; −1 where none does."""
     if runs is None:
         return split.num_microbatches - 1
-    return jnp.max(jnp.where(runs, jnp.arange(len(runs)), -1))
+    return jnp.max(jnp.where(runs, jnp.arange(split.num_microbatches), -1))
 
 
 def only(values: Sequence[Any], positions: Sequence[int]) -> list[Any]:

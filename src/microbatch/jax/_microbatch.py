@@ -30,10 +30,19 @@ from microbatch._splitting import Order, Remainder, Split, make_split
 from microbatch.jax._accumulators import Moment
 from microbatch.jax._binding import Call, batch_leaves, flatten_call, hoisted
 from microbatch.jax._convolutions import has_convolution
+from microbatch.jax._devices import (
+    Devices,
+    Reduce,
+    check_outputs,
+    check_sharded,
+    find_devices,
+    refused_carry,
+)
 from microbatch.jax._differentiate import Differentiate, evaluate
 from microbatch.jax._fold import Arrays, Loop
 from microbatch.jax._outputs import OutputPlan, of_single_microbatch, plan_outputs
 from microbatch.jax._rows import Rows, take, take_tail
+from microbatch.jax._spread import weights_of_shards
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,9 @@ class Options:
     key_argnums: tuple[int, ...]
     differentiate: Differentiate
     checkpoint_policy: Callable[..., Any] | None
+    mesh: Any = None
+    batch_spec: Any = None
+    reduce: Reduce = "once"
 
 
 def microbatch(
@@ -75,6 +87,9 @@ def microbatch(
     key_argnums: int | Sequence[int] = (),
     differentiate: Differentiate = "auto",
     checkpoint_policy: Callable[..., Any] | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    batch_spec: jax.sharding.PartitionSpec | str | None = None,
+    reduce: Reduce = "once",
 ) -> Callable[..., Any]:
     """Evaluates `fun` on a batch piece by piece and returns what the whole batch would have returned.
 
@@ -117,6 +132,13 @@ def microbatch(
         other output's derivative evaluates each microbatch again; "in_forward": only the former, anything
         else is refused; "recompute": only the latter; "store": keeps all residuals, in memory ∝ B.
       checkpoint_policy: keeps residuals as this policy of `jax.checkpoint` says, and recomputes the others.
+      mesh: a mesh whose devices hold the rows. Each device folds its own rows and they combine once, after the loop;
+        the other arguments are whole on each. `fun` then sees m rows / shards, one piece of a microbatch, and
+        SUM and MEAN are over all pieces. Custom accumulators, Carry and LAST are refused, and `fun` may not
+        constrain the axes of the rows. Not needed on a mesh with explicit axes.
+      batch_spec: over which axes of the mesh the rows lie, for example ``P("data")``. Default: the only axis.
+      reduce: where parameters are sharded over the axes of the rows: "once" holds whole sums on each device and
+        scatters them after the loop, "each" holds them in shards and scatters each microbatch.
 
     Returns:
       A function of the same arguments.
@@ -163,6 +185,9 @@ def microbatch(
         key_argnums=as_argnums(where, key_argnums),
         differentiate=differentiate,
         checkpoint_policy=checkpoint_policy,
+        mesh=mesh,
+        batch_spec=batch_spec,
+        reduce=reduce,
     )
     if microbatch_size is None and num_microbatches is None:
         return fun
@@ -208,10 +233,22 @@ def run(
         plan = plan_outputs(where, options.accumulator, leaves, None)
         return of_single_microbatch(plan, jax.tree.leaves(leaves))
     call = flatten_call(where, args, kwargs, batch, in_axes, carried, keys)
-    return _looped(fun, options, split, call, count)
+    devices = find_devices(where, options.mesh, options.batch_spec, options.reduce)
+    if devices is not None:
+        check_sharded(where, subject, split, devices.shards)
+        if carries:
+            raise refused_carry(where)
+    return _looped(fun, options, split, call, count, devices)
 
 
-def _looped(fun: Callable[..., Any], options: Options, split: Split, call: Call, count: Any) -> Any:
+def _looped(
+    fun: Callable[..., Any],
+    options: Options,
+    split: Split,
+    call: Call,
+    count: Any,
+    devices: Devices | None,
+) -> Any:
     where = options.where
     cuts = tuple(Rows(axis, split.microbatch_size, split.full, split.order) for axis in call.axes)
     shared = [call.leaves[i] for i in call.shared]
@@ -222,13 +259,17 @@ def _looped(fun: Callable[..., Any], options: Options, split: Split, call: Call,
         args, kwargs = call.with_arrays(shared, states, rows)
         return fun(*args, **kwargs)
 
-    full_rows, tail_rows = _example_rows(split, cuts, rows)
-    program, consts, types, equations = _traced(flat_fun, shared, states, full_rows)
+    full_rows, tail_rows = _example_rows(split, cuts, rows, devices)
+    program, consts, types, equations = _traced(flat_fun, shared, states, full_rows, devices)
     tail_program, tail_consts, tail_types = program, [], None
     if split.tail:
         tail_program, tail_consts, tail_types, _ = _traced(flat_fun, shared, states, tail_rows)
     plan = plan_outputs(where, options.accumulator, types, tail_types)
     _check_states(where, plan, call)
+    outputs = plan.outputs(options.accumulator_dtype)
+    if devices is not None:
+        check_outputs(where, devices, outputs, split.microbatch_size // devices.shards)
+        outputs = tuple(map(devices.of_all, outputs))
     given, hoisted_count = len(shared), len(consts)
     carried = [i for part in plan.carried for i in part.values]
     accumulated = [i for part in plan.parts if part not in plan.carried for i in part.values]
@@ -250,15 +291,16 @@ def _looped(fun: Callable[..., Any], options: Options, split: Split, call: Call,
         step=step,
         split=split,
         rows=cuts,
-        outputs=plan.outputs(options.accumulator_dtype),
+        outputs=outputs,
         weighted=options.weight_fn is not None,
         convolves=has_convolution(equations),
+        devices=devices,
     )
     arrays = Arrays(
         shared=[*shared, *consts, *tail_consts],
         states=states,
         rows=rows,
-        weights=_weights(options, split, call, cuts, shared, states, rows),
+        weights=_weights(options, split, call, cuts, shared, states, rows, devices),
         count=count,
     )
     mode = "store" if options.checkpoint_policy is not None else options.differentiate
@@ -266,24 +308,37 @@ def _looped(fun: Callable[..., Any], options: Options, split: Split, call: Call,
     return plan.assemble(results, final_states)
 
 
-def _traced(fun: Callable[..., Any], shared: Any, states: Any, rows_fn: Any) -> Any:
+def _traced(
+    fun: Callable[..., Any],
+    shared: list[Any],
+    states: list[Any],
+    rows_fn: Any,
+    devices: Devices | None = None,
+) -> Any:
     """`hoisted`, with the types of rows that are described and never computed."""
     found: list[Any] = []
 
     def trace() -> None:
         found.extend(hoisted(fun, shared, states, rows_fn()))
 
-    jax.eval_shape(trace)
+    if devices is None:
+        jax.eval_shape(trace)
+    else:
+        # Traced as it will run: on one device's part of the mesh, where it sees whole arrays.
+        shared = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jnp.asarray, shared)]
+        jax.eval_shape(devices.over(trace, (), None))
     return found
 
 
-def _example_rows(split: Split, cuts: Sequence[Rows], rows: Sequence[Any]) -> tuple[Any, Any]:
+def _example_rows(
+    split: Split, cuts: Sequence[Rows], rows: Sequence[Any], devices: Devices | None
+) -> tuple[Any, Any]:
     """What makes the rows of a full microbatch, and of the tail, for their types."""
 
     def full() -> list[Any]:
-        if split.full:
+        if split.full and devices is None:
             return [take(x, cut, 0) for x, cut in zip(rows, cuts, strict=True)]
-        size = split.microbatch_size
+        size = split.microbatch_size // (1 if devices is None else devices.shards)
         return [
             jnp.zeros((*x.shape[: c.axis], size, *x.shape[c.axis + 1 :]), x.dtype)
             for x, c in zip(rows, cuts, strict=True)
@@ -300,8 +355,9 @@ def _weights(
     shared: list[Any],
     states: list[Any],
     rows: list[Any],
+    devices: Devices | None,
 ) -> jax.Array | None:
-    """One weight per microbatch, before anything else runs: ``[num_microbatches]``."""
+    """One weight per microbatch, before anything else runs: ``[num_microbatches]``, or that of each shard."""
     weight_fn = options.weight_fn
     if weight_fn is None:
         return None
@@ -316,13 +372,19 @@ def _weights(
             )
         return lax.stop_gradient(value.astype(jnp.result_type(float)))
 
-    of_full = lambda i: weight([take(x, cut, i) for x, cut in zip(rows, cuts, strict=True)])
-    parts = []
-    if split.full:
-        parts.append(lax.map(of_full, jnp.arange(split.full)))
-    if split.tail:
-        parts.append(weight([take_tail(x, cut) for x, cut in zip(rows, cuts, strict=True)])[None])
-    return lax.stop_gradient(jnp.concatenate([*parts, jnp.zeros(0)]))
+    def weights(rows: list[Any], cuts: Sequence[Rows]) -> jax.Array:
+        of_full = lambda i: weight([take(x, cut, i) for x, cut in zip(rows, cuts, strict=True)])
+        parts = []
+        if split.full:
+            parts.append(lax.map(of_full, jnp.arange(split.full)))
+        if split.tail:
+            tail = [take_tail(x, cut) for x, cut in zip(rows, cuts, strict=True)]
+            parts.append(weight(tail)[None])
+        return lax.stop_gradient(jnp.concatenate([*parts, jnp.zeros(0)]))
+
+    return (
+        weights(rows, cuts) if devices is None else weights_of_shards(devices, weights, rows, cuts)
+    )
 
 
 def checked(options: Options, *, declared: bool = True) -> Options:
@@ -342,6 +404,7 @@ def checked(options: Options, *, declared: bool = True) -> Options:
     check_choice(where, "remainder", options.remainder, ("error", "allow"))
     modes = ("auto", "in_forward", "recompute", "store")
     check_choice(where, "differentiate", options.differentiate, modes)
+    check_choice(where, "reduce", options.reduce, ("once", "each"))
     if options.accumulator_dtype is not None and not jnp.issubdtype(
         options.accumulator_dtype, jnp.floating
     ):
