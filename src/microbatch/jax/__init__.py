@@ -8,6 +8,7 @@ except ImportError as error:
     ) from error
 
 from microbatch._accumulation import AccumulationType, Accumulator, Carry
+from microbatch.jax._gradient_accumulation import gradient_accumulation
 from microbatch.jax._microbatch import microbatch
 from microbatch.jax._per_example import Aux, micro_grad, micro_vmap
 from microbatch.jax._rows import reshape_batch_axis
@@ -19,6 +20,7 @@ __all__ = [
     "Aux",
     "Carry",
     "accumulate",
+    "gradient_accumulation",
     "micro_grad",
     "micro_vmap",
     "microbatch",
