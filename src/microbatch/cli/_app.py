@@ -83,7 +83,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters.")] = 0,
     steps: Annotated[
         int, typer.Option(min=1, help="Optimizer steps; each uses all 1,437 rows.")
-    ] = 60,
+    ] = 100,
     out: Annotated[
         str, typer.Option(metavar="FILE", help="Where the report goes.")
     ] = "report.html",

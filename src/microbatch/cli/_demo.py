@@ -151,10 +151,22 @@ def _trainer(framework: str, digits: Digits, seed: int, steps: int) -> Trainer:
 def _planned(
     trainer: Trainer, memory: int | str | None, seed: int, steps: int, screen: Screen
 ) -> Demo:
-    plan = trainer.plan(memory)
-    demo = Demo(trainer.framework, seed, steps, plan, trainer.whole_bytes())
+    whole_bytes = trainer.whole_bytes()
+    plan = _with_whole(trainer.plan(memory), whole_bytes)
+    demo = Demo(trainer.framework, seed, steps, plan, whole_bytes)
     screen.facts(_facts(demo))
     return demo
+
+
+def _with_whole(plan: Plan, whole_bytes: int) -> Plan:
+    """The plan with what the whole batch really needs: it is no loop, so no line through loops foretells it."""
+    known = [
+        replace(c, bytes=whole_bytes, probed=True, fits=whole_bytes <= plan.budget_bytes)
+        if c.microbatch_size == plan.batch_size
+        else c
+        for c in plan.candidates
+    ]
+    return replace(plan, candidates=tuple(known))
 
 
 def _compared(demo: Demo, trainer: Trainer, screen: Screen) -> Demo:
