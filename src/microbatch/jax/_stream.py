@@ -478,7 +478,7 @@ def _as_array(leaf: Any) -> Any:
         return None
     try:
         # A copy: the iterable may fill the same array again, and on a CPU the device would see that.
-        array = np.array(leaf)
+        array = np.array(np.asarray(leaf))
     except (TypeError, RuntimeError):
         # What NumPy has no dtype for, or cannot reach on its device.
         return jnp.array(jax.dlpack.from_dlpack(leaf))

@@ -129,7 +129,9 @@ class Program:
         state = self._start(shared, states, rows)
         if device is not None:
             return jax.device_put(state, device), lambda _: None
-        key = tuple(x.sharding if x.committed else None for x in (*shared, *rows))
+        key = tuple(
+            x.sharding if getattr(x, "committed", False) else None for x in (*shared, *rows)
+        )
         if not any(key):
             return state, lambda _: None
         if key in self._layouts:
@@ -248,10 +250,11 @@ class Program:
         if weight_fn is None:
             return jnp.asarray(rows_of(rows) or 1, dtype)
         value = jnp.asarray(weight_fn(*self._structure.arguments(shared, states, rows)))
-        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.number):
+        real = jnp.isrealobj(value) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+        if value.shape != () or not real:
             raise MicrobatchError(
                 f"{self._settings.where}: weight_fn returned shape {value.shape} of dtype {value.dtype}.\n"
-                "Return one number per microbatch, for example mask.sum()."
+                "Return one real number per microbatch, for example mask.sum()."
             )
         return value.astype(dtype)
 
@@ -289,7 +292,7 @@ def _programs_of(fun: Callable[..., Any]) -> tuple[Recent[Program], Callable[[],
     key = (id(owner), method)
     if key not in _PROGRAMS:
         try:
-            alive = weakref.ref(owner, lambda _: _PROGRAMS.pop(key, None))
+            alive = weakref.ref(owner, lambda _, programs=_PROGRAMS: programs.pop(key, None))
         except TypeError:
             # What cannot be referred to weakly (a builtin) stays.
             alive = lambda: owner
