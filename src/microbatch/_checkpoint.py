@@ -176,7 +176,7 @@ def _write(path: Path, where: str, identity: Mapping[str, str], progress: Progre
         "position": str(progress.position),
         "numbers": json.dumps(progress.numbers),
         "dtypes": json.dumps(
-            {n: [a.dtype.name, list(a.shape)] for n, a in progress.arrays.items()}
+            {n: [_dtype_word(a.dtype), list(a.shape)] for n, a in progress.arrays.items()}
         ),
     }
     content = _safetensors(where).numpy.save(stored, metadata=metadata)
@@ -212,6 +212,11 @@ def _read(path: Path, where: str) -> tuple[dict[str, str], dict[str, np.ndarray]
         name: array.reshape(-1).view(np.dtype(dtypes[name][0])).reshape(dtypes[name][1])
         for name, array in stored.items()
     }
+
+
+def _dtype_word(dtype: np.dtype) -> str:
+    """What `np.dtype` reads back; dtypes of other packages (bfloat16) are known by their names."""
+    return dtype.name if dtype.kind == "V" else dtype.newbyteorder("=").str
 
 
 def _as_native(where: str, name: str, array: np.ndarray) -> np.ndarray:

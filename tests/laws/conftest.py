@@ -1,6 +1,7 @@
 """Every law runs on every front."""
 
 import pytest
+
 from tests.laws.fronts import FRONTS
 
 

@@ -172,13 +172,12 @@ def _reduced(
     rule = leaf_rule(kind, _OPS)
     dtype = _carry_dtype(spec.dtype, accumulator_dtype) if rule.wide else spec.dtype
     shape, like = spec.shape, _typed(value)
-    writes_first = kind in (AccumulationType.SUM, AccumulationType.MEAN)
 
     def update(carry: np.ndarray, value: Any, step: Step) -> np.ndarray:
         array = np.asarray(value)
         if array.shape != shape or not np.can_cast(array.dtype, spec.dtype):
             refuse_change(where, kind, path, step.index, spec, array)
-        if step.first and writes_first:
+        if step.first and rule.wide:
             # Written, not added to zeros: −0.0 keeps its sign.
             weighted = kind is AccumulationType.MEAN and step.weight is not None
             carry[...] = np.multiply(array, step.weight, dtype=dtype) if weighted else array
