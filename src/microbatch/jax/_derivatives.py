@@ -4,7 +4,8 @@ Each is a `Loop` with another step; nothing here runs.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,11 +64,11 @@ def with_gradients(loop: Loop, arrays: Arrays, scalars: Sequence[int], active: A
             values, new_states = loop.step(at, shared_now, states, rows_now)
             return only(values, positions), (values, new_states)
 
-        ys, pullback, (values, new_states) = _vjp(of_moving, *active.of(shared, rows))
+        moving = active.of(shared, rows)
+        pullbacks, (values, new_states) = _scalar_pullbacks(of_moving, len(scalars), moving)
         gradients = []
-        for k, i in enumerate(scalars):
-            seeds = [jnp.ones_like(y) if j == k else jnp.zeros_like(y) for j, y in enumerate(ys)]
-            of_shared_and_rows = pullback(seeds)
+        for pullback, i in zip(pullbacks, scalars, strict=True):
+            of_shared_and_rows = pullback()
             weight = None if loop.outputs[i].kind is SUM else at.weight
             gradients += of_shared_and_rows[:num_shared]
             gradients += [scaled(g, weight) for g in of_shared_and_rows[num_shared:]]
@@ -281,6 +282,29 @@ def _winner(output: Output) -> Accumulator:
         return jnp.where(beats, value, best), jnp.where(beats, index, winner)
 
     return Accumulator(start, compare, lambda carry: carry)
+
+
+def _scalar_pullbacks(
+    fun: Any, count: int, primals: Sequence[Any]
+) -> tuple[list[Callable[[], list[Any]]], Any]:
+    """What makes the gradient of each of `count` scalars, and the auxiliary output.
+
+    One linearization serves them all, and each is transposed alone: seeds of zeros would be multiplied out.
+    """
+    if not count:
+        return [], fun(*primals)[1]
+    if count == 1:
+        (y,), pullback, aux = _vjp(fun, *primals)
+        return [lambda: list(pullback([jnp.ones_like(y)]))], aux
+    with _explained():
+        ys, linear, aux = jax.linearize(fun, *primals, has_aux=True)
+
+    def gradient_of(k: int) -> list[Any]:
+        with _explained():
+            transposed = jax.linear_transpose(lambda *tangents: linear(*tangents)[k], *primals)
+            return list(transposed(jnp.ones_like(ys[k])))
+
+    return [functools.partial(gradient_of, k) for k in range(count)], aux
 
 
 def _vjp(fun: Any, *primals: Any) -> Any:

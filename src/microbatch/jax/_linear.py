@@ -71,12 +71,13 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[An
     return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-def _transpose(
-    cotangents: Any, *args: Any, forward: Forward, transposed: Transposed, **params: Any
-) -> list[Any]:
+def _transpose(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
     count = params["num_residuals"]
-    given = [None if type(ct) is ad.Zero else ct for ct in cotangents]
-    out = transposed(list(args[:count]), given)
+    given = [
+        None if type(ct) is ad.Zero else jnp.asarray(ct, aval.dtype)
+        for ct, aval in zip(cotangents, params["out_types"], strict=True)
+    ]
+    out = params["transposed"](list(args[:count]), given)
     return [None] * count + out
 
 
