@@ -4,8 +4,9 @@ FRAMEWORK ?= jax
 DEMO_ARGS ?=
 TEST_ARGS ?= -n 2
 VENV := .venv
+CREATED := $(VENV)/created
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
 DEMO_READY := $(VENV)/ready-demo-$(FRAMEWORK)
 DEV_READY := $(VENV)/ready-dev
 DOCS_READY := $(VENV)/ready-docs
@@ -39,18 +40,19 @@ clean:
 	rm -rf $(VENV) site report.html .pytest_cache .ruff_cache
 
 # The stamps are written last, so an interrupted installation is taken up again by the next run.
-$(BIN)/python:
+$(CREATED):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "microbatch needs Python 3.11 or later; choose one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Setting up .venv (once; a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
+	touch $@
 
-$(DEMO_READY): $(SETUP) | $(BIN)/python
+$(DEMO_READY): $(SETUP) | $(CREATED)
 	test -e $(DEV_READY) -a $(DEV_READY) -nt pyproject.toml -a $(DEV_READY) -nt constraints.txt || \
 	  $(PIP) -c constraints.txt -e '.[demo,$(FRAMEWORK)]'
 	touch $@
 
-$(DEV_READY): $(SETUP) | $(BIN)/python
+$(DEV_READY): $(SETUP) | $(CREATED)
 	$(PIP) -c constraints.txt -e '.[dev]'
 	$(PIP) -c constraints.txt --no-deps jax-privacy dp-accounting
 	touch $@
