@@ -1,7 +1,6 @@
 """``microbatch demo``: train on real images, each step on all rows as one batch, within a memory budget."""
 
 import importlib
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from microbatch._memory import format_bytes
 from microbatch._planning import Plan
 from microbatch.cli._digits import TEST_ROWS, TRAINING_ROWS, Digits, load_digits
 from microbatch.cli._errors import INTERRUPTED
+from microbatch.cli._json import to_json
 from microbatch.cli._pages import plan_table, write_page
 from microbatch.report import Chart, Fact, Page, Screen, environment
 from microbatch.report._charts import accuracy_by_step, loss_by_step, memory_by_size
@@ -94,7 +94,7 @@ def run_demo(
     screen.verdict(page.answer, page.good)
     screen.say(f"Report: {write_page(page, out)}")
     if as_json:
-        print(json.dumps(demo.to_dict()))
+        print(to_json(demo.to_dict()))
     return INTERRUPTED if demo.interrupted else 0
 
 

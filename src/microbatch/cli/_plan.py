@@ -1,11 +1,11 @@
 """``microbatch plan`` and ``microbatch verify``."""
 
 import importlib
-import json
 from collections.abc import Callable
 from typing import Any
 
 from microbatch.cli._digits import load_digits
+from microbatch.cli._json import to_json
 from microbatch.cli._pages import (
     plan_charts,
     plan_page,
@@ -93,7 +93,7 @@ def _show(
 ) -> None:
     screen = Screen(quiet=as_json)
     if as_json:
-        print(json.dumps(result.to_dict()))
+        print(to_json(result.to_dict()))
     else:
         screen.say(page.command)
         screen.say()
