@@ -10,6 +10,7 @@ except ImportError as error:
 from microbatch._accumulation import AccumulationType, Accumulator, Carry
 from microbatch.jax._gradient_accumulation import gradient_accumulation
 from microbatch.jax._microbatch import microbatch
+from microbatch.jax._multi_steps import weighted_multi_steps
 from microbatch.jax._per_example import Aux, micro_grad, micro_vmap
 from microbatch.jax._rows import reshape_batch_axis
 from microbatch.jax._stream import accumulate
@@ -25,4 +26,5 @@ __all__ = [
     "micro_vmap",
     "microbatch",
     "reshape_batch_axis",
+    "weighted_multi_steps",
 ]
