@@ -12,7 +12,7 @@ from microbatch._accumulation import AccumulationType
 from microbatch._splitting import Split
 from microbatch.jax._accumulators import Moment, Output, finalize, init, update
 from microbatch.jax._convolutions import canonical_convolutions
-from microbatch.jax._devices import Devices
+from microbatch.jax._devices import Devices, Reduce
 from microbatch.jax._rows import Rows, take, take_tail
 
 Step = Callable[[Moment, list[Any], list[Any], list[Any]], tuple[list[Any], list[Any]]]
@@ -30,7 +30,8 @@ class Loop:
       outputs: how the step's values are accumulated, in order.
       weighted: whether a weight function was given, so that MEAN divides by what ran.
       convolves: whether the step holds a convolution, see `_convolutions`.
-      devices: over which devices the rows lie; None where that is left to the compiler.
+      devices: over which devices the rows lie; None where that is left to the types or the compiler.
+      reduce: whether sums that end sharded like the rows are reduced once or in each microbatch.
     """
 
     step: Step
@@ -40,6 +41,7 @@ class Loop:
     weighted: bool = False
     convolves: bool = False
     devices: Devices | None = None
+    reduce: Reduce = "once"
 
     @property
     def pieces(self) -> int:

@@ -295,6 +295,7 @@ def _looped(
         weighted=options.weight_fn is not None,
         convolves=has_convolution(equations),
         devices=devices,
+        reduce=options.reduce,
     )
     arrays = Arrays(
         shared=[*shared, *consts, *tail_consts],

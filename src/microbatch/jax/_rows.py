@@ -159,7 +159,7 @@ def explicit_spec(leaf: Any) -> tuple[Any, ...] | None:
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     if mesh is None or mesh.empty or not mesh.are_all_axes_explicit:
         return None
-    spec = tuple(aval.sharding.spec)
+    spec = tuple(aval.sharding.spec.partitions)
     return (*spec, *(None,) * (len(aval.shape) - len(spec)))
 
 
@@ -190,4 +190,6 @@ def _zero_key(dtype: Any) -> jax.Array:
 
 def _on(leaf: Any, spec: tuple[Any, ...]) -> jax.sharding.NamedSharding:
     aval = leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
-    return jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*spec))
+    partial = {"unreduced": aval.sharding.spec.unreduced}
+    placed = jax.sharding.PartitionSpec(*spec, **partial)
+    return jax.sharding.NamedSharding(aval.sharding.mesh, placed)

@@ -20,6 +20,7 @@ from microbatch.jax._derivatives import divided
 from microbatch.jax._devices import Devices
 from microbatch.jax._fold import Arrays, Loop, clamped, divisor, which_run
 from microbatch.jax._fold import fold as fold_here
+from microbatch.jax._put_off import fold_once_reduced
 from microbatch.jax._rows import Rows, explicit_spec, take
 
 
@@ -29,8 +30,10 @@ def fold(loop: Loop, arrays: Arrays, *, reversible: bool = False) -> tuple[list[
     There the weights are ``[shards, num_microbatches]``, and there are no states.
     """
     devices = loop.devices
+    if devices is None and reversible:
+        return fold_here(loop, arrays, reversible=True)
     if devices is None:
-        return fold_here(loop, arrays, reversible=reversible)
+        return fold_once_reduced(loop, arrays)
     known = _known_axes(devices, arrays.shared)
     scattered = tuple(_scatter_axis(devices, output, known) for output in loop.outputs)
     static_count = arrays.count if isinstance(arrays.count, int) else None
