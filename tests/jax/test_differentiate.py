@@ -9,9 +9,9 @@ from microbatch import AccumulationType as Kind
 from microbatch import MicrobatchError
 from microbatch.jax import Accumulator, Carry, microbatch
 
-STRIDED = dict(microbatch_size=4, order="strided")
-TAIL = dict(microbatch_size=5, order="contiguous", remainder="allow")
-STRIDED_TAIL = dict(microbatch_size=5, order="strided", remainder="allow")
+STRIDED = {"microbatch_size": 4, "order": "strided"}
+TAIL = {"microbatch_size": 5, "order": "contiguous", "remainder": "allow"}
+STRIDED_TAIL = {"microbatch_size": 5, "order": "strided", "remainder": "allow"}
 X = jnp.linspace(-1.0, 2.0, 24).reshape(12, 2)
 W = jnp.array([0.3, -0.7])
 
