@@ -43,6 +43,7 @@ from microbatch.jax._fold import Arrays, Loop
 from microbatch.jax._outputs import OutputPlan, of_single_microbatch, plan_outputs
 from microbatch.jax._rows import Rows, take, take_tail
 from microbatch.jax._spread import weights_of_shards
+from microbatch.jax._stateful import evaluated
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def _looped(
 
     def flat_fun(shared: Any, states: Any, rows: Any) -> Any:
         args, kwargs = call.with_arrays(shared, states, rows)
-        return fun(*args, **kwargs)
+        return evaluated(where, fun, args, kwargs)
 
     full_rows, tail_rows = _example_rows(split, cuts, rows, devices)
     program, consts, types, equations = _traced(flat_fun, shared, states, full_rows, devices)
@@ -453,8 +454,8 @@ def _is_whole(options: Options, split: Split, count: Any) -> bool:
 def _check_states(where: str, plan: OutputPlan, call: Call) -> None:
     """Refuses a carried output that is not of the argument's structure, shapes and dtypes."""
     for part, places in zip(plan.carried, call.states, strict=True):
-        came = [(x.shape, jnp.dtype(x.dtype)) for x in part.leaves]
-        wanted = [(np.shape(call.leaves[i]), jnp.result_type(call.leaves[i])) for i in places]
+        came = [(x.shape, x.dtype) for x in part.leaves]
+        wanted = [(x.shape, x.dtype) for x in (jax.typeof(call.leaves[i]) for i in places)]
         if came != wanted:
             raise AccumulatorError(
                 f"{where}: output{part.path} is carried to argument {part.accumulator.argnum}, and they differ:\n"

@@ -15,6 +15,7 @@ from microbatch._identity import Recent
 from microbatch.jax._accumulators import CONCAT, RULES, Moment, Output, update
 from microbatch.jax._convolutions import canonical_convolutions, has_convolution
 from microbatch.jax._outputs import OutputPlan, plan_outputs
+from microbatch.jax._stateful import evaluated
 
 _MOST_PROGRAMS = 32
 
@@ -160,7 +161,8 @@ class Program:
         return self._finish(facts, in_place, others, state.total, state.lost, state.ran)
 
     def _evaluated(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Any:
-        return self._fun()(*self._structure.arguments(shared, states, rows))
+        arguments = self._structure.arguments(shared, states, rows)
+        return evaluated(self._settings.where, self._fun(), arguments, {})
 
     def _planned(
         self, shared: list[Any], states: list[Any], rows: list[Any]
