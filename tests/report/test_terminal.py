@@ -36,7 +36,7 @@ def test_a_pipe_gets_plain_lines():
     text = written(io.StringIO())
     assert "\x1b" not in text
     assert "  64  8.0 MiB  <-\n" in text
-    assert "  Budget  8 MiB  given\n  Needs   1 MiB\n" in text
+    assert "  Budget             8 MiB  given\n  Needs              1 MiB\n" in text
     # Words in brackets are the user's and not markup.
     assert "It [bold]fits[/bold].\n" in text
     assert text.count("Training ") == 10

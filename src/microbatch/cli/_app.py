@@ -47,10 +47,12 @@ def plan(
 ) -> None:
     """Which microbatch size fits in memory. Exit code 0: one fits, 1: none does, 2: wrong usage."""
     with told_plainly():
-        from microbatch.cli._plan import run_plan
+        from microbatch.cli._plan import Output, run_plan
 
         _check_framework(framework)
-        raise typer.Exit(run_plan(target, framework, _budget(memory), time, as_json, html, plot))
+        raise typer.Exit(
+            run_plan(target, framework, _budget(memory), time, Output(as_json, html, plot))
+        )
 
 
 @app.command()
@@ -68,11 +70,13 @@ def verify(
 ) -> None:
     """Whether microbatches give the whole batch's numbers, and if not, why. Exit code 0: the same, 1: different, 2: wrong usage."""
     with told_plainly():
-        from microbatch.cli._plan import run_verify
+        from microbatch.cli._plan import Output, run_verify
 
         _check_framework(framework)
         raise typer.Exit(
-            run_verify(target, framework, microbatch_size, _budget(memory), as_json, html, plot)
+            run_verify(
+                target, framework, microbatch_size, _budget(memory), Output(as_json, html, plot)
+            )
         )
 
 

@@ -68,22 +68,24 @@ class Demo:
 
 
 def run_demo(
-    framework: str, memory: int | str, seed: int, steps: int, out: str, as_json: bool
+    framework: str, memory: int | str | None, seed: int, steps: int, out: str, as_json: bool
 ) -> int:
     """Runs the demo and writes its page to `out`; returns the exit code."""
     screen = Screen(quiet=as_json)
     digits = load_digits()
     demo = None
     try:
-        trainer = _trainer(framework, digits, seed, steps)
-        screen.say(
-            f"{TRAINING_ROWS:,} handwritten digits, one batch a step, {trainer.framework} on this machine."
-        )
-        demo = _planned(trainer, memory, seed, steps, screen)
+        with screen.busy("Planning"):
+            trainer = _trainer(framework, digits, seed, steps)
+            demo = _planned(trainer, memory, seed, steps)
+        screen.say(f"{TRAINING_ROWS:,} handwritten digits, one batch a step, in {demo.framework}")
         if not demo.plan.fits:
             screen.verdict(demo.plan.explanation, good=False)
             return 1
-        demo = _compared(demo, trainer, screen)
+        screen.facts(_facts(demo))
+        with screen.busy("Comparing with the whole batch"):
+            demo = _compared(demo, trainer)
+        screen.facts(_facts(demo)[2:])
         demo = _trained(demo, trainer, screen)
     except KeyboardInterrupt:
         if demo is None:
@@ -148,14 +150,10 @@ def _trainer(framework: str, digits: Digits, seed: int, steps: int) -> Trainer:
     return module.Trainer(digits, seed, steps)
 
 
-def _planned(
-    trainer: Trainer, memory: int | str | None, seed: int, steps: int, screen: Screen
-) -> Demo:
+def _planned(trainer: Trainer, memory: int | str | None, seed: int, steps: int) -> Demo:
     whole_bytes = trainer.whole_bytes()
     plan = _with_whole(trainer.plan(memory), whole_bytes)
-    demo = Demo(trainer.framework, seed, steps, plan, whole_bytes)
-    screen.facts(_facts(demo))
-    return demo
+    return Demo(trainer.framework, seed, steps, plan, whole_bytes)
 
 
 def _with_whole(plan: Plan, whole_bytes: int) -> Plan:
@@ -169,7 +167,7 @@ def _with_whole(plan: Plan, whole_bytes: int) -> Plan:
     return replace(plan, candidates=tuple(known))
 
 
-def _compared(demo: Demo, trainer: Trainer, screen: Screen) -> Demo:
+def _compared(demo: Demo, trainer: Trainer) -> Demo:
     """Adds seconds a step and the distance to the float64 gradient, of the whole batch and of microbatches."""
     size = demo.plan.microbatch_size
     steps = [trainer.start(None)[0], trainer.start(size)[0]]
@@ -184,15 +182,13 @@ def _compared(demo: Demo, trainer: Trainer, screen: Screen) -> Demo:
             measured.append(time.perf_counter() - began)
     exact = trainer.gradient(None, wide=True)
     whole, pieces = trainer.gradient(None), trainer.gradient(size)
-    compared = replace(
+    return replace(
         demo,
         whole_seconds=statistics.median(seconds[0]),
         microbatched_seconds=statistics.median(seconds[1]),
         whole_error=relative_error(whole, exact),
         microbatched_error=relative_error(pieces, exact),
     )
-    screen.facts(_facts(compared)[2:])
-    return compared
 
 
 def _trained(demo: Demo, trainer: Trainer, screen: Screen) -> Demo:

@@ -2,22 +2,30 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from microbatch.cli._digits import load_digits
 from microbatch.cli._json import to_json
 from microbatch.cli._pages import (
-    plan_charts,
     plan_page,
-    plan_table,
     write_page,
     write_plot,
 )
 from microbatch.cli._problem import Problem
 from microbatch.cli._target import framework_of, installed_framework, load_problem
-from microbatch.report import Chart, Page, Screen, Table
+from microbatch.report import Page, Screen
 
 BUILT_IN = "the built-in digits"
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a result goes: JSON on standard output instead of a table, a page, a figure."""
+
+    as_json: bool = False
+    html: str | None = None
+    plot: str | None = None
 
 
 def run_plan(
@@ -25,30 +33,21 @@ def run_plan(
     framework: str | None,
     memory: int | str | None,
     time: bool,
-    as_json: bool,
-    html: str | None,
-    plot: str | None,
+    output: Output,
 ) -> int:
     """Plans the target's problem and shows the plan; 0 where a size fits, else 1."""
-    problem = _problem(target, framework)
-    keywords = {"memory_budget": memory, "time": time}
-    plan = _transformed(problem, "plan", keywords)(*problem.args)
-    page = plan_page(plan, _asked(target, problem, plan.batch_size, memory))
-    _show(plan, page, plan_table(plan), plan_charts(plan), as_json, html, plot)
+    screen = Screen(quiet=output.as_json)
+    with screen.busy("Planning and measuring" if time else "Planning"):
+        problem = _problem(target, framework)
+        keywords = {"memory_budget": memory, "time": time}
+        plan = _transformed(problem, "plan", keywords)(*problem.args)
+    asked = _asked(
+        target,
+        problem,
+        [("Rows", f"{plan.batch_size:,}"), ("Memory", str(memory or "90% of the device"))],
+    )
+    _show(plan, plan_page(plan, asked), output, screen)
     return plan.exit_code
-
-
-def run_verify(
-    target: str | None,
-    framework: str | None,
-    microbatch_size: int | None,
-    memory: int | str | None,
-    as_json: bool,
-    html: str | None,
-    plot: str | None,
-) -> int:
-    """Verifies the target's problem and shows the verdict; 0 where the numbers are the same, else 1."""
-    raise NotImplementedError
 
 
 def _problem(target: str | None, framework: str | None) -> Problem:
@@ -67,40 +66,33 @@ def _transformed(problem: Problem, name: str, keywords: dict[str, Any]) -> Calla
 
 
 def _asked(
-    target: str | None, problem: Problem, rows: int, memory: int | str | None
+    target: str | None, problem: Problem, more: list[tuple[str, str]]
 ) -> tuple[tuple[str, str], ...]:
     options = ", ".join(f"{key}={value!r}" for key, value in problem.options.items())
     pairs = [
         ("Target", target or BUILT_IN),
         ("Framework", framework_of(problem)),
-        ("Rows", f"{rows:,}"),
         ("Batch arguments", str(problem.argnums)),
         ("Accumulator", str(problem.accumulator)),
         ("Options", options),
-        ("Memory", str(memory or "90% of the device")),
+        *more,
     ]
     return tuple((name, value) for name, value in pairs if value)
 
 
-def _show(
-    result: Any,
-    page: Page,
-    table: Table,
-    charts: tuple[Chart, ...],
-    as_json: bool,
-    html: str | None,
-    plot: str | None,
-) -> None:
-    screen = Screen(quiet=as_json)
-    if as_json:
+def _show(result: Any, page: Page, output: Output, screen: Screen) -> None:
+    if output.as_json:
         print(to_json(result.to_dict()))
     else:
         screen.say(page.command)
-        screen.say()
-        screen.table(table)
+        for table in page.tables:
+            screen.say()
+            screen.table(table)
         screen.say()
         screen.verdict(page.answer, page.good)
-    if html:
-        screen.say(f"Page: {write_page(page, html)}")
-    if plot:
-        screen.say(f"Figure: {write_plot(charts[0], plot)}")
+        for note in page.notes:
+            screen.say(note)
+    if output.html:
+        screen.say(f"Page: {write_page(page, output.html)}")
+    if output.plot:
+        screen.say(f"Figure: {write_plot(page.charts[0], output.plot)}")

@@ -117,7 +117,7 @@ def _same(came: Any, right: Any) -> bool:
         return False
     if came_array.shape != right_array.shape or not np.issubdtype(came_array.dtype, np.number):
         return False
-    return bool(np.allclose(came_array, right_array, rtol=1e-5, atol=1e-6))
+    return np.allclose(came_array, right_array, rtol=1e-5, atol=1e-6)
 
 
 def _is_array(value: Any) -> bool:

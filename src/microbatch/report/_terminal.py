@@ -59,11 +59,21 @@ class Screen:
 
     def facts(self, facts: tuple[Fact, ...]) -> None:
         """Writes numbers that matter, one a line."""
-        width = max(len(fact.label) for fact in facts)
-        values = max(len(fact.value) for fact in facts)
+        # At least so wide, so that facts that come one after another stand in the same columns.
+        width = max(14, *(len(fact.label) for fact in facts))
+        values = max(8, *(len(fact.value) for fact in facts))
         for fact in facts:
             note = f"  {fact.note}" if fact.note else ""
             self.say(f"  {fact.label:<{width}}  {fact.value:>{values}}{note}".rstrip())
+
+    @contextmanager
+    def busy(self, title: str) -> Generator[None]:
+        """Shows that something goes on whose length is unknown; nothing in a pipe."""
+        if not self.interactive:
+            yield
+            return
+        with self._console.status(title):
+            yield
 
     @contextmanager
     def progress(self, title: str, total: int) -> Generator[Progress]:
