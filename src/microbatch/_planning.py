@@ -179,6 +179,7 @@ def search(
     sizes: Sequence[int],
     *,
     whole_saves: int = 0,
+    slack_bytes: int = 0,
 ) -> Search:
     """Finds the largest of `sizes` whose probe is within the budget.
 
@@ -190,6 +191,7 @@ def search(
       budget_bytes: the most that fits.
       sizes: ascending candidates.
       whole_saves: bytes by which the whole batch may undercut the line.
+      slack_bytes: what small buffers and padding may add anywhere, so that it does not count as a bend in the line.
 
     >>> found = search(lambda size: 100 + 10 * size, 1024, 2000, candidate_sizes(1024, remainder=False))
     >>> found.microbatch_size, found.affine, len(found.probed)
@@ -208,22 +210,24 @@ def search(
     if batch_size in sizes and line(batch_size) - whole_saves <= budget_bytes:
         measure(batch_size)
 
-    while (size := _next_size(probed, batch_size, budget_bytes, sizes)) is not None:
+    while (size := _next_size(probed, batch_size, budget_bytes, sizes, slack_bytes)) is not None:
         measure(size)
     fitting = [s for s, count in probed.items() if count <= budget_bytes]
-    affine = is_affine(probed, batch_size)
+    affine = is_affine(probed, batch_size, slack_bytes)
     return Search(
         max(fitting, default=None), dict(sorted(probed.items())), _line(probed, batch_size), affine
     )
 
 
-def is_affine(probed: Mapping[int, int], batch_size: int) -> bool:
+def is_affine(probed: Mapping[int, int], batch_size: int, slack_bytes: int = 0) -> bool:
     """Whether each probed size below the whole batch is within 2% of the line through the two outermost."""
     points = {s: count for s, count in probed.items() if s < batch_size}
     if len(points) < 3:
         return True
     line = _line({s: points[s] for s in (min(points), max(points))}, batch_size)
-    return all(abs(line(s) - count) <= TOLERANCE * count for s, count in points.items())
+    return all(
+        abs(line(s) - count) <= max(TOLERANCE * count, slack_bytes) for s, count in points.items()
+    )
 
 
 def make_plan(
@@ -308,7 +312,11 @@ def _through(first: tuple[int, int], second: tuple[int, int]) -> Line:
 
 
 def _next_size(
-    probed: Mapping[int, int], batch_size: int, budget_bytes: int, sizes: Sequence[int]
+    probed: Mapping[int, int],
+    batch_size: int,
+    budget_bytes: int,
+    sizes: Sequence[int],
+    slack_bytes: int,
 ) -> int | None:
     """The size to probe next, or None where the answer is known."""
     low = max((s for s, count in probed.items() if count <= budget_bytes), default=0)
@@ -318,7 +326,7 @@ def _next_size(
     between = [s for s in sizes if low < s < high]
     if not between:
         return None
-    affine = is_affine(probed, batch_size)
+    affine = is_affine(probed, batch_size, slack_bytes)
     if not affine and len(probed) > 3:
         return between[len(between) // 2]
     points = sorted((s, count) for s, count in probed.items() if s < batch_size)

@@ -1,0 +1,410 @@
+"""What the compiler says that a program takes, and the microbatch size that fits: nothing is run."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from microbatch._checks import Slot
+from microbatch._errors import BudgetError, PlanError
+from microbatch._identity import Recent, function_key
+from microbatch._memory import Budget, host_memory_bytes, resolve_budget
+from microbatch._planning import (
+    Plan,
+    candidate_sizes,
+    logger,
+    lower_to,
+    make_plan,
+    search,
+)
+from microbatch.jax._binding import hoisted, is_array
+
+# Buffers are padded, and small ones come and go with the size; more than this is a bend in the line.
+SLACK_BYTES = 2**16
+
+_plans: Recent[Plan] = Recent(256)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program, and what it would be called with.
+
+    Attributes:
+      call: runs it once and waits for the result.
+      total_bytes: temporaries, arguments and outputs, less what is shared between the two, on one device. Arrays that
+        the function closes over count as arguments.
+      temporary_bytes: what it needs while it runs.
+    """
+
+    call: Callable[[], Any]
+    total_bytes: int
+    temporary_bytes: int
+
+
+def compile_program(
+    where: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Program:
+    """Compiles ``fun(*args, **kwargs)`` for the arguments' shapes (they may be `jax.ShapeDtypeStruct`).
+
+    Leaves that are no arrays are part of the program. A `fun` that is jitted already is compiled with its own options
+    (donated arguments, static ones).
+    """
+    if hasattr(fun, "lower"):
+        described = jax.tree.map(lambda x: spec_of(x) if _is_traced(x) else x, (args, kwargs))
+        traced = fun.trace(*described[0], **described[1])
+        compiled, consts = traced.lower().compile(), traced.jaxpr.consts
+        # A donated argument must not be the caller's.
+        copied = lambda: jax.tree.map(lambda x: jnp.copy(x) if is_array(x) else x, (args, kwargs))
+        call = lambda: (lambda a, k: jax.block_until_ready(fun(*a, **k)))(*copied())
+        return _program(where, compiled, call, sum(x.nbytes for x in consts))
+    leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
+    places = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
+
+    def flat(arrays: Sequence[Any]) -> Any:
+        filled = list(leaves)
+        for i, array in zip(places, arrays, strict=True):
+            filled[i] = array
+        args, kwargs = treedef.unflatten(filled)
+        return fun(*args, **kwargs)
+
+    arrays = [leaves[i] for i in places]
+    specs = [spec_of(x) for x in arrays]
+    # Closed-over arrays become arguments: as constants the compiler would not count them, and inside an outer trace
+    # they may be tracers, which cannot be compiled.
+    program, consts, _, _ = hoisted(flat, specs)
+    compiled = jax.jit(program).lower([spec_of(x) for x in consts], specs).compile()
+    return _program(where, compiled, lambda: jax.block_until_ready(compiled(consts, arrays)), 0)
+
+
+def make_plan_for(
+    where: str,
+    name: str,
+    program_of: Callable[[int], Program],
+    batch_size: int,
+    output_bytes: int,
+    budget: Budget,
+    *,
+    remainder: bool,
+    sizes: Sequence[int] | None = None,
+    time_fn: Callable[[Program], float] | None = None,
+) -> Plan:
+    """Searches with compiled programs, and measures the sizes that fit where `time_fn` is given."""
+    if batch_size < 1:
+        raise PlanError(
+            f"{where}: the batch has no rows.\nPlan with a batch of the size to be used."
+        )
+    sizes = sizes or candidate_sizes(batch_size, remainder=remainder)
+    programs: dict[int, Program] = {}
+
+    def program(size: int) -> Program:
+        if size not in programs:
+            programs[size] = program_of(size)
+        return programs[size]
+
+    # The whole batch needs no accumulator, nor the copy of it that a loop may make.
+    found = search(
+        lambda size: program(size).total_bytes,
+        batch_size,
+        budget.bytes,
+        sizes,
+        whole_saves=2 * output_bytes,
+        slack_bytes=SLACK_BYTES,
+    )
+    seconds = {}
+    if time_fn is not None and found.microbatch_size is not None:
+        for size in halvings(sizes, found.microbatch_size):
+            seconds[size] = time_fn(program(size))
+    made = make_plan(
+        found,
+        sizes,
+        budget,
+        name=name,
+        framework="jax",
+        batch_size=batch_size,
+        remainder=remainder,
+        seconds=seconds,
+    )
+    logger.info("%s: microbatch_size=%s. %s", where, made.microbatch_size, made.explanation)
+    return made
+
+
+def halvings(sizes: Sequence[int], largest: int, most: int = 5) -> list[int]:
+    """`largest` and at most four smaller sizes, each about half of the one before.
+
+    >>> halvings((1, 2, 3, 4, 6, 12), 12)
+    [12, 6, 3, 1]
+    """
+    chosen: list[int] = []
+    for size in sorted((s for s in sizes if s <= largest), reverse=True):
+        if len(chosen) < most and (not chosen or size <= 0.6 * chosen[-1]):
+            chosen.append(size)
+    return chosen
+
+
+def resolve_auto(
+    microbatch_size: Any,
+    where: str,
+    fun: Callable[..., Any],
+    microbatch_fn: Callable[[int], Callable[..., Any]],
+    batch: Sequence[Slot],
+    batch_size: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    memory_budget: int | str | None = None,
+    remainder: str = "error",
+    key: Hashable = (),
+) -> Any:
+    """`microbatch_size`, or where it is ``"auto"`` the size that a plan finds.
+
+    One line in every function that takes a size, once its batch is known::
+
+        size = resolve_auto(
+            microbatch_size, where, fun, lambda size: microbatch(fun, argnums, size, ...), batch, batch_size,
+            args, kwargs, memory_budget=memory_budget, remainder=remainder, key=(every option that matters),
+        )
+
+    Works inside a trace. What is being differentiated is planned with its gradient, and so is a loss (outputs that are
+    all inexact scalars), because a later `jax.grad` cannot be seen from inside `jit`. Plans are remembered by
+    `function_key`, shapes and `key`. With several processes every one must call it: they agree on the smallest size.
+
+    Args:
+      microbatch_size: what the user gave; anything but ``"auto"`` is returned as it is.
+      where: the words that open a message.
+      fun: the user's function, for the key.
+      microbatch_fn: makes the microbatched function of a size; it is called with `args` and `kwargs`.
+      batch: which arguments are the batch.
+      batch_size: rows.
+      args: the call's arguments, tracers included.
+      kwargs: the call's keywords.
+      memory_budget: as in `plan`.
+      remainder: as in `microbatch`.
+      key: the options that change memory.
+
+    Raises:
+      BudgetError: nothing fits; the message has the numbers.
+    """
+    if not (isinstance(microbatch_size, str) and microbatch_size == "auto"):
+        if memory_budget is not None:
+            raise BudgetError(
+                f'{where}: memory_budget={memory_budget!r} is used with microbatch_size="auto" only.\n'
+                'Use microbatch_size="auto", or leave memory_budget out.'
+            )
+        return microbatch_size
+    if batch_size == 0:
+        return 1
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    moving = is_differentiated(leaves)
+    shapes = tuple(_shape_key(leaf) for leaf in leaves)
+
+    def make() -> Plan:
+        described = jax.tree.map(lambda x: spec_of(x) if _is_traced(x) else x, (args, kwargs))
+        output = jax.eval_shape(_over_arrays(fun, *described), _arrays(described))
+        with_gradient = moving or _is_loss(output)
+
+        def program_of(size: int) -> Program:
+            small = microbatch_fn(size)
+            if with_gradient:
+                try:
+                    both = _with_gradient(
+                        small, {slot.key for slot in batch} if not moving else set()
+                    )
+                    return compile_program(where, both, *described)
+                except ValueError:
+                    if moving:
+                        raise
+            return compile_program(where, small, *described)
+
+        return make_plan_for(
+            where,
+            where,
+            program_of,
+            batch_size,
+            _tree_bytes(output),
+            device_budget(memory_budget, leaves, where),
+            remainder=remainder == "allow",
+        )
+
+    whole_key = (
+        function_key(fun),
+        treedef,
+        shapes,
+        (moving, batch_size, memory_budget, remainder, key),
+    )
+    sizes = candidate_sizes(max(batch_size, 1), remainder=remainder == "allow")
+    with jax.ensure_compile_time_eval():
+        found = agreed(_plans.get(whole_key, make), sizes)
+    if found.microbatch_size is None:
+        raise BudgetError(
+            f"{where}: {found.explanation}\nRaise memory_budget, or give microbatch_size a number."
+        )
+    return found.microbatch_size
+
+
+def device_budget(memory_budget: int | str | None, leaves: Sequence[Any], where: str) -> Budget:
+    """The budget of one device: of those where the arguments are, or of the default one."""
+    devices = _devices(leaves)
+    if devices[0].platform == "cpu":
+        total = host_memory_bytes()
+        # Several CPU devices of one process share the machine's memory.
+        total = None if total is None else total // len(devices)
+        label = "cpu" if len(devices) == 1 else f"each of {len(devices)} cpu devices"
+        return resolve_budget(memory_budget, total, label, where=where)
+    stats = [device.memory_stats() or {} for device in devices]
+    limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s]
+    total = min(limits) if len(limits) == len(devices) else None
+    return resolve_budget(memory_budget, total, str(devices[0]), where=where)
+
+
+def agreed(made: Plan, sizes: Sequence[int]) -> Plan:
+    """The plan with the smallest size of all processes; every one must call this."""
+    if jax.process_count() == 1:
+        return made
+    from jax.experimental import multihost_utils
+
+    smallest = multihost_utils.process_allgather(np.int32(made.microbatch_size or 0)).min()
+    return lower_to(made, int(smallest), sizes)
+
+
+def spec_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and, where it is fixed, sharding."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if isinstance(x, jax.core.Tracer):
+        kind = jax.typeof(x)
+        sharding = None if kind.sharding.mesh.empty else kind.sharding
+        return jax.ShapeDtypeStruct(
+            kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type
+        )
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=x.sharding if x.committed else None, weak_type=x.weak_type
+        )
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
+
+
+def is_differentiated(values: Sequence[Any]) -> bool:
+    """Whether an array is being differentiated at the moment."""
+    # No public name tells what a tracer is for; a test fails when these move.
+    return any(type(value).__name__ in ("JVPTracer", "LinearizeTracer") for value in values)
+
+
+def _program(where: str, compiled: Any, call: Callable[[], Any], extra_bytes: int) -> Program:
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise PlanError(
+            f"{where}: this backend does not say how much memory a compiled program takes.\n"
+            "Give microbatch_size a number."
+        )
+    total = (
+        stats.temp_size_in_bytes
+        + stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.generated_code_size_in_bytes
+        + extra_bytes
+    )
+    return Program(call, total, stats.temp_size_in_bytes)
+
+
+def _with_gradient(fun: Callable[..., Any], constant: set[int | str]) -> Callable[..., Any]:
+    """Value and gradient of `fun`, with respect to every inexact array but those of the arguments `constant`."""
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        leaves = [leaf for _, leaf in paths]
+        moving = [
+            i
+            for i, (path, leaf) in enumerate(paths)
+            if _argument_key(path) not in constant and _is_inexact(leaf)
+        ]
+
+        def of(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            filled = list(leaves)
+            for i, array in zip(moving, arrays, strict=True):
+                filled[i] = array
+            args, kwargs = treedef.unflatten(filled)
+            out = jax.tree.leaves(fun(*args, **kwargs))
+            return [x for x in out if _is_inexact(x)], [x for x in out if not _is_inexact(x)]
+
+        values, pullback, others = jax.vjp(of, [leaves[i] for i in moving], has_aux=True)
+        return values, others, pullback([jnp.ones_like(x) for x in values])
+
+    return both
+
+
+def _argument_key(path: tuple[Any, ...]) -> int | str:
+    return path[1].idx if path[0].idx == 0 else path[1].key
+
+
+def _is_traced(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return _is_traced(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _is_loss(output: Any) -> bool:
+    leaves = jax.tree.leaves(output)
+    return bool(leaves) and all(
+        x.shape == () and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves
+    )
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_traced(leaf)]
+
+
+def _over_arrays(
+    fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Callable[[Sequence[Any]], Any]:
+    """`fun` of its array leaves alone, as a list; the others stay as they are."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+
+    def flat(arrays: Sequence[Any]) -> Any:
+        given = iter(arrays)
+        filled = [next(given) if _is_traced(leaf) else leaf for leaf in leaves]
+        args, kwargs = treedef.unflatten(filled)
+        return fun(*args, **kwargs)
+
+    return flat
+
+
+def output_bytes(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes of what ``fun(*args, **kwargs)`` returns, from shapes."""
+    described = jax.tree.map(lambda x: spec_of(x) if _is_traced(x) else x, (args, kwargs))
+    return _tree_bytes(jax.eval_shape(_over_arrays(fun, *described), _arrays(described)))
+
+
+def _tree_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
+
+
+def _devices(leaves: Sequence[Any]) -> list[jax.Device]:
+    """This process's devices among those where the arguments are fixed, else the default one."""
+    placed = [spec_of(x).sharding for x in leaves if _is_traced(x)]
+    found: set[jax.Device] = set()
+    for sharding in placed:
+        if sharding is not None and hasattr(sharding, "device_set"):
+            found |= _concrete(sharding)
+    local = [d for d in found if d.process_index == jax.process_index()]
+    default = jax.config.jax_default_device
+    return local or [default if isinstance(default, jax.Device) else jax.local_devices()[0]]
+
+
+def _concrete(sharding: Any) -> set[jax.Device]:
+    try:
+        return set(sharding.device_set)
+    except (ValueError, AttributeError):  # an abstract mesh has no devices
+        return set()
+
+
+def _shape_key(leaf: Any) -> Hashable:
+    if _is_traced(leaf):
+        spec = spec_of(leaf)
+        return (spec.shape, str(spec.dtype), spec.weak_type, str(spec.sharding))
+    return function_key(leaf)
