@@ -427,9 +427,10 @@ def _count(where: str, value: Any) -> Any:
     """`num_real_microbatches` as an int or a traced int32 scalar."""
     if value is None:
         return None
-    is_integer = not isinstance(value, bool | np.bool_) and (
-        hasattr(value, "__index__") or jnp.issubdtype(getattr(value, "dtype", float), jnp.integer)
-    )
+    if hasattr(value, "dtype"):
+        is_integer = jnp.issubdtype(value.dtype, jnp.integer)
+    else:
+        is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
     if not is_integer or np.shape(value) != ():
         raise MicrobatchSizeError(
             f"{where}: num_real_microbatches={value!r} is not an integer.\n"
