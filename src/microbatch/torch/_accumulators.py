@@ -80,10 +80,12 @@ class Layout:
             Part(entry, path, map_leaves(lambda leaf: spec_of(as_tensor(leaf)), value))
             for entry, path, value in found
         ]
-        return cls(where, accumulator, map_leaves(lambda _: 0, output), specs, tuple(numbers))
+        return cls(where, accumulator, map_leaves(lambda _: _LEAF, output), specs, tuple(numbers))
 
     def flatten(self, output: Any) -> list[Any]:
         """The values of the parts: a tensor where a part is one leaf, a tree where it is a subtree."""
+        if self.template is _LEAF and isinstance(output, torch.Tensor):
+            return [output]
         return [
             part.value if isinstance(part.accumulator, Carry) else map_leaves(as_tensor, part.value)
             for part in parts_of(self.where, self.accumulator, output)
@@ -148,6 +150,7 @@ class _Ops:
         return value
 
 
+_LEAF = object()
 _IN_PLACE = _Ops(in_place=True)
 _FUNCTIONAL = _Ops(in_place=False)
 

@@ -43,11 +43,8 @@ def fresh_casts() -> Iterator[None]:
 
     A cast that was cached without a graph, or in the graph of another microbatch, is of no use to this one.
     """
-    enabled = any(setting.enabled for setting in Autocast.now())
-    if enabled:
-        torch.clear_autocast_cache()
+    torch.clear_autocast_cache()
     try:
         yield
     finally:
-        if enabled:
-            torch.clear_autocast_cache()
+        torch.clear_autocast_cache()

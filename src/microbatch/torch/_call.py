@@ -15,7 +15,7 @@ from microbatch._checks import Leaf, Slot, batch_size_of
 from microbatch._errors import AccumulatorError, BatchError, MicrobatchError
 from microbatch._outputs import Part
 from microbatch._trees import leaves_with_paths, map_leaves, map_prefix
-from microbatch.torch._accumulators import FoldOptions, Layout, take
+from microbatch.torch._accumulators import FoldOptions, Layout, refuse_extremes, take
 from microbatch.torch._autocast import Autocast, fresh_casts, restored
 from microbatch.torch._captured import (
     Member,
@@ -144,6 +144,7 @@ class Call:
         self._randomness = randomness
         self._options = options
         self._autocast = Autocast.now()
+        self._casts = any(setting.enabled for setting in self._autocast)
         self._first_rows = schedule.split.microbatch_size
         self.watch_states: Callable[[list[Any]], None] = lambda states: None
         """Called with the states of a microbatch, before they are cut from their graph."""
@@ -248,7 +249,8 @@ class Call:
             fun = rebind(fun, lambda tensor: given.get(id(tensor), tensor))
         members = [self._inputs[i].member._replace(tensor=leaves[i]) for i in self._members]
         drawing = nullcontext() if index < 0 else self._randomness.microbatch(index)
-        with installed(members), drawing, fresh_casts():
+        casting = fresh_casts() if self._casts else nullcontext()
+        with installed(members), drawing, casting:
             return fun(*args, **kwargs)
 
     def abstract(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -265,6 +267,8 @@ class Call:
                 leaves.append(fake)
             output = self.run_function(-1, leaves)
         self.layout = Layout.of(self.where, self._accumulator, output)
+        if self._schedule.split.batch_size == 0:
+            refuse_extremes(self.where, self.layout.parts)
         return [part.value for part in self._simple(self.layout.parts)]
 
     def result(self, values: Sequence[torch.Tensor]) -> Any:
@@ -346,6 +350,8 @@ class Call:
                 return carried[key]
             if key not in new:
                 return value
+            if isinstance(value, torch.Tensor):
+                return new[key][0]
             count = iter(range(1 << 62))
 
             def place(leaf: Any) -> Any:

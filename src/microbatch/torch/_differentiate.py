@@ -99,8 +99,10 @@ class _Probed:
             leaves = self._sums.leaves(program.leaves(tensors, self._step.index), self._step.index)
             self._values = program.evaluate(self._step.index, leaves)
         outputs = [value for value in self._values if value.requires_grad]
-        unknown = [leaf for leaf in self._sums.check(outputs) if not states.owns(leaf)]
+        self._sums.know(states.leaves)
+        unknown = self._sums.check(outputs)
         states.check(outputs)
+        self._values = states.without(self._values)
         if unknown:
             call.add_real(unknown)
             self._sums.add_leaves({len(tensors) + i: leaf for i, leaf in enumerate(unknown)})
@@ -202,10 +204,9 @@ class _States:
 
     def __init__(self, task: Task, call: Call, index: int) -> None:
         self._where = task.where
-        self._leaves: set[int] = set()
         self._depends = False
         carries = [e for e in _entries(task.accumulator) if isinstance(e, Carry)]
-        self._kept: list[Any] = []
+        self.leaves: list[torch.Tensor] = []
         if not carries:
             return
         self._call, self._index = call, index
@@ -218,10 +219,23 @@ class _States:
         call.watch_states = self._watch
 
     def owns(self, leaf: torch.Tensor) -> bool:
-        return id(leaf) in self._leaves
+        """Whether a leaf is one of the states."""
+        return any(leaf is state for state in self.leaves)
+
+    def without(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs, cut from their graph where it leads to states alone."""
+        if not self.leaves:
+            return values
+        return [
+            value
+            if value.requires_grad and not all(map(self.owns, Reached([value], 0).leaves))
+            else value.detach()
+            for value in values
+        ]
 
     def check(self, outputs: Sequence[torch.Tensor]) -> None:
-        if not self._kept:
+        """Refuses a derivative that would have to go through a state."""
+        if not self.leaves:
             return
         self._call.watch_states = lambda states: None
         del self._call.carries[self._index]
@@ -239,8 +253,7 @@ class _States:
         fresh = leaf.detach()
         if fresh.dtype.is_floating_point or fresh.dtype.is_complex:
             fresh.requires_grad_()
-        self._leaves.add(id(fresh))
-        self._kept.append(fresh)
+        self.leaves.append(fresh)
         return fresh
 
     def _watch(self, states: list[Any]) -> None:

@@ -44,6 +44,7 @@ class GradientSums:
             if places[i] is None
         }
         self._rows: dict[int, torch.Tensor] = {}
+        self._nothing: dict[int, torch.Tensor] = {}
         self._lane = 0
         self._sums: list[dict[int, torch.Tensor]] = [{}]
         self._known = {id(leaf) for leaf in self._shared.values()}
@@ -56,6 +57,10 @@ class GradientSums:
         self._tensors.update(leaves)
         self._shared.update(leaves)
         self._known |= {id(leaf) for leaf in leaves.values()}
+
+    def know(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Leaves that may be reached and get no gradient."""
+        self._known |= {id(leaf) for leaf in leaves}
 
     def open_lanes(self, lanes: int) -> None:
         """Makes so many independent sets of sums."""
@@ -147,19 +152,15 @@ class GradientSums:
     def _take(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
         sums = self._sums[self._lane]
         total = sums.get(i)
-        with torch.no_grad():
-            if gradient.layout is not torch.strided or (
-                total is not None and total.layout is not torch.strided
-            ):
-                sums[i] = gradient.clone() if total is None else total + gradient
-                return torch.zeros_like(gradient)
-            if total is None:
-                # A copy: autograd may give the same memory to several inputs.
-                dtype = carry_dtype(gradient.dtype, None)
-                sums[i] = gradient.to(dtype, copy=True)
-            else:
-                total.add_(gradient)
-            return gradient.new_zeros(()).expand(gradient.shape)
+        if total is None:
+            # A copy: autograd may give the same memory to several inputs.
+            sums[i] = gradient.to(carry_dtype(gradient.dtype, None), copy=True)
+            self._nothing[i] = _nothing_like(gradient)
+        elif total.layout is gradient.layout is torch.strided:
+            total.add_(gradient)
+        else:
+            sums[i] = total + gradient
+        return self._nothing[i]
 
     def _place(self, i: int, gradient: torch.Tensor, split: Split, index: int) -> None:
         sums = self._sums[self._lane]
@@ -173,3 +174,10 @@ def _message(where: str, what: str) -> str:
         f"{where}: the function uses {what}; its gradient cannot be followed from here.\n"
         "Pass the tensor as an argument, or compute it inside the function."
     )
+
+
+def _nothing_like(gradient: torch.Tensor) -> torch.Tensor:
+    """Zeros of the same kind that take no memory."""
+    if gradient.layout is not torch.strided:
+        return torch.zeros_like(gradient)
+    return gradient.new_zeros(()).expand(gradient.shape)

@@ -1,5 +1,6 @@
 """The private parts of PyTorch that the transformations need, each behind one function; a test fails when one moves."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,32 +21,40 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 def graph_clock() -> int:
     """A number that grows with every node that autograd makes on this thread."""
     with torch.enable_grad():
-        probe = torch.zeros((), requires_grad=True).view(())
-    return probe.grad_fn._sequence_nr()
+        return _leaf().view(()).grad_fn._sequence_nr()
+
+
+@functools.cache
+def _leaf() -> torch.Tensor:
+    return torch.zeros((), device="cpu", requires_grad=True)
 
 
 class Reached:
     """Where the graph of some tensors ends: leaves, and whether it goes on into a graph that was made before."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], since: int) -> None:
-        self.leaves: list[torch.Tensor] = []
+        self.leaves = [t for t in outputs if t.requires_grad and t.grad_fn is None]
         self.earlier: str | None = None
+        ends = _type_of_leaves()
         pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
-        self.leaves += [t for t in outputs if t.requires_grad and t.grad_fn is None]
         seen = set(pending)
         while pending:
             node = pending.pop()
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                self.leaves.append(leaf)
-                continue
-            if node._sequence_nr() < since:
+            if type(node) is ends:
+                self.leaves.append(node.variable)
+            elif node._sequence_nr() < since:
                 self.earlier = node.name()
-                continue
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    pending.append(following)
+            else:
+                for following, _ in node.next_functions:
+                    if following is not None and following not in seen:
+                        seen.add(following)
+                        pending.append(following)
+
+
+@functools.cache
+def _type_of_leaves() -> type:
+    with torch.enable_grad():
+        return type(_leaf().view(()).grad_fn.next_functions[0][0])
 
 
 @contextmanager
