@@ -12,6 +12,7 @@ from microbatch.jax._gradient_accumulation import gradient_accumulation
 from microbatch.jax._microbatch import microbatch
 from microbatch.jax._multi_steps import weighted_multi_steps
 from microbatch.jax._per_example import Aux, micro_grad, micro_vmap
+from microbatch.jax._planning import plan
 from microbatch.jax._rows import reshape_batch_axis
 from microbatch.jax._stream import accumulate
 
@@ -25,6 +26,7 @@ __all__ = [
     "micro_grad",
     "micro_vmap",
     "microbatch",
+    "plan",
     "reshape_batch_axis",
     "weighted_multi_steps",
 ]
