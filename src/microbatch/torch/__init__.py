@@ -4,12 +4,14 @@ from microbatch._accumulation import AccumulationType, Accumulator, Carry
 from microbatch.torch._gradient_accumulation import gradient_accumulation
 from microbatch.torch._microbatch import microbatch, reshape_batch_axis
 from microbatch.torch._planning import plan
+from microbatch.torch._trainer import TrainerMixin
 from microbatch.torch._training import backward, backward_window, value_and_grad, windows
 
 __all__ = [
     "AccumulationType",
     "Accumulator",
     "Carry",
+    "TrainerMixin",
     "backward",
     "backward_window",
     "gradient_accumulation",
