@@ -52,7 +52,8 @@ class ForcedDense(Exception):
 class Context:
     """Everything a rule may look at besides its equation and values.
 
-    batch_size: examples in the microbatch. kept_dense: sites whose values are made dense at once.
+    batch_size: examples in the microbatch. unused: sites whose factors would be of no use. as_arrays: sites whose
+    values are cheaper as arrays.
     strict: refuse to make entries (raise `ForcedDense`) instead of making them. repeats: steps of the loops around.
     """
 
@@ -60,7 +61,8 @@ class Context:
     vmap_fn: Callable
     norms: str
     recorder: Recorder
-    kept_dense: frozenset = frozenset()
+    unused: frozenset = frozenset()
+    as_arrays: frozenset = frozenset()
     path: tuple = ()
     primitive: str = ""
     strict: bool = False

@@ -15,30 +15,28 @@ def unused_factors(events: Sequence[Event]) -> frozenset[Site]:
     )
 
 
-def cheaper_dense(events: Sequence[Event]) -> frozenset[Site]:
+def cheaper_as_arrays(events: Sequence[Event]) -> frozenset[Site]:
     """Sites whose statistics cost more from factors than from an array that is made once and read for each.
 
     Costs are bytes moved plus multiply-adds divided by `FLOPS_PER_BYTE`. An array larger than its factors is
-    made only where its entries are needed anyway, so that memory does not grow.
+    not made, so that memory does not grow: it would live until all statistics are known.
     """
-    return frozenset(site for site, asked in _by_site(events).items() if _dense_is_cheaper(asked))
+    return frozenset(site for site, asked in _by_site(events).items() if _array_is_cheaper(asked))
 
 
-def _dense_is_cheaper(asked: list[Event]) -> bool:
+def _array_is_cheaper(asked: list[Event]) -> bool:
     made = next((event for event in asked if event.statistic == "made"), None)
     if made is None:
         return False
     uses = [event for event in asked if event.statistic != "made"]
     statistics = [event for event in uses if event.statistic != "entries"]
-    forced = len(statistics) < len(uses)
     if not statistics:
-        return True
+        return False
     new_factors = made.factor_bytes if made.how == "patches" else 0.0
     entries = [event for event in uses if event.statistic == "entries"][:1]
     from_factors = new_factors + sum(_cost(event) for event in [*statistics, *entries])
     from_array = new_factors + _cost(made) + made.bytes * len(uses)
-    fits = forced or made.bytes <= made.factor_bytes
-    return fits and from_array < from_factors
+    return made.bytes <= made.factor_bytes and from_array < from_factors
 
 
 def _cost(event: Event) -> float:

@@ -151,9 +151,9 @@ def _chosen(program: _Program, batch_size, vmap_fn, norms, engine, finish) -> Co
     """The context of the real run: which values are made as arrays, from a run on shapes alone."""
     dry = Context(batch_size, vmap_fn, norms, Recorder())
     jax.eval_shape(lambda: finish(dry, program.run(dry)))
-    choose = cost.cheaper_dense if engine == "auto" else cost.unused_factors
-    kept_dense = choose(dry.recorder.events)
-    return Context(batch_size, vmap_fn, norms, Recorder(), kept_dense)
+    events = dry.recorder.events
+    as_arrays = cost.cheaper_as_arrays(events) if engine == "auto" else frozenset()
+    return Context(batch_size, vmap_fn, norms, Recorder(), cost.unused_factors(events), as_arrays)
 
 
 def _finish(out_tree, aggregate, weight, ctx: Context, values: list[Value]):

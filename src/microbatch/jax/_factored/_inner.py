@@ -162,7 +162,8 @@ def _form(ctx: Context, left: Outer, right: Outer, same: bool, kept_lhs: set, ke
     many = ctx.batch_size * stack
     touched = many * (m * n if form == "dense" else c * m + d * n)
     statistic = "norm" if same else "dot"
-    ctx.note(left, statistic, form.split()[0], flops=many * flops, entries=touched)
+    how = "dense" if left.is_array and right.is_array else form.split()[0]
+    ctx.note(left, statistic, how, flops=many * flops, entries=touched)
     return form
 
 

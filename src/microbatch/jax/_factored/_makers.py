@@ -37,7 +37,7 @@ def dot_general(ctx: Context, eqn, lhs: Dense, rhs: Dense) -> Value | None:
 
     The contracted dimensions are the tokens, batch dimensions become stack axes.
     """
-    if ctx.path in ctx.kept_dense:
+    if ctx.path in ctx.unused:
         return None
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lm = [d for d in range(len(lhs.shape)) if d not in (*lc, *lb)]
@@ -54,7 +54,19 @@ def dot_general(ctx: Context, eqn, lhs: Dense, rhs: Dense) -> Value | None:
         eqn.params["precision"],
         (ctx.path,),
     )
-    return _made(ctx, value)
+    return _as_chosen(ctx, _made(ctx, value))
+
+
+def _as_chosen(ctx: Context, value: Outer) -> Outer:
+    """The value, or its entries beside a factor of ones where arrays are cheaper: scales and masks still wait."""
+    if ctx.path not in ctx.as_arrays:
+        return value
+    entries = algebra.outer_entries(value)
+    ones = jnp.ones((ctx.batch_size, 1), entries.dtype)
+    dims = tuple((("rhs", d),) for d in range(entries.ndim - 1))
+    return layout.outer(
+        ones, entries[:, None], dims, value.dtype, lax.Precision.HIGHEST, value.sites
+    )
 
 
 def _factor(array, stack, contract, rest):
@@ -75,62 +87,60 @@ def _dot_widths(eqn) -> tuple[int, int, int]:
 def conv_general_dilated(ctx: Context, eqn, lhs: Dense, rhs: Dense) -> Value | None:
     """A convolution of two per-example arrays, which is what autodiff makes of a filter's gradient.
 
-    ``lhs [N, I, *in]``, ``rhs [O, I, *window]`` to ``[N, O, *out]`` (axes in the equation's own order): a product over the
-    tokens (I, window) of patches ``[N, *out]`` and ``rhs [O]``; groups of the batch become a stack axis.
+    ``lhs [N, I, *in]``, ``rhs [O, I, *window]`` to ``[N, O, *out]`` (axes in the equation's own order): a product over
+    the tokens (I, window) of patches ``[*out, N]`` and ``rhs [O]``; groups of the batch become a stack axis.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]
     groups = params["batch_group_count"]
     spatial = len(params["window_strides"])
-    x = jnp.transpose(lhs.array, (0, *(d + 1 for d in numbers.lhs_spec)))
-    g = jnp.transpose(rhs.array, (0, *(d + 1 for d in numbers.rhs_spec)))
-    shape = tuple(eqn.outvars[0].aval.shape[d] for d in numbers.out_spec)
-    out, window = shape[2:], g.shape[3:]
-    patches = _patches(x, params, out, window)
-    b, n, i = x.shape[:3]
-    o = g.shape[1]
-    # patches [B, N, I, *out, window] -> [groups, B, tokens (I, window), N / groups, *out]
-    patches = patches.reshape(b, groups, n // groups, i, *out, -1)
-    patches = jnp.transpose(patches, (1, 0, 3, 4 + spatial, 2, *range(4, 4 + spatial)))
-    patches = patches.reshape(groups, b, -1, n // groups, *out)
-    g = g.reshape(b, groups, o // groups, i, -1)
-    g = jnp.transpose(g, (1, 0, 3, 4, 2)).reshape(groups, b, -1, o // groups)
+    # Channels last, as in memory for NHWC, so that patches are copies of contiguous rows.
+    last = lambda array, spec: jnp.transpose(
+        array, (0, *(d + 1 for d in (spec[1], *spec[2:], spec[0])))
+    )
+    x, g = last(lhs.array, numbers.lhs_spec), last(rhs.array, numbers.rhs_spec)
+    out = tuple(eqn.outvars[0].aval.shape[d] for d in numbers.out_spec[2:])
+    patches = _patches(x, params, out, g.shape[2:-1])
+    b, n, o = x.shape[0], x.shape[-1], g.shape[-1]
+    patches = patches.reshape(*patches.shape[:-1], groups, n // groups)
+    patches = jnp.moveaxis(patches, -2, 0)
+    g = jnp.moveaxis(g.reshape(b, -1, groups, o // groups), 2, 0)
     dims = (
-        (("lhs", 0),),
+        (("lhs", spatial),),
         (("stack", 0), ("rhs", 0)),
-        *((("lhs", 1 + d),) for d in range(spatial)),
+        *((("lhs", d),) for d in range(spatial)),
     )
     dtype = eqn.outvars[0].aval.dtype
     value = layout.outer(patches, g, dims, dtype, params["precision"], (ctx.path,))
-    order = [numbers.out_spec.index(d) for d in range(len(shape))]
+    order = [numbers.out_spec.index(d) for d in range(spatial + 2)]
     value = _made(ctx, layout.transpose(value, order), extra=patches.size)
     # Under vmap this would be a convolution with one group per example, which compilers leave in a slow path.
-    return Dense(algebra.outer_entries(value)) if ctx.path in ctx.kept_dense else value
+    return Dense(algebra.outer_entries(value)) if ctx.path in ctx.unused else _as_chosen(ctx, value)
 
 
 def _patches(x, params, out: tuple[int, ...], window: tuple[int, ...]):
-    """``x [B, N, I, *in]`` to ``[B, N, I, *out, *window]``, flattened over the window: one slice per entry of the smaller."""
-    config = [(0, 0, 0)] * 3
+    """``x [B, I, *in, N]`` to ``[B, tokens (I, window), *out, N]``: one slice for each entry of the smaller of the two."""
+    config = [(0, 0, 0)] * 2
     config += [
         (low, high, dilation - 1)
         for (low, high), dilation in zip(params["padding"], params["lhs_dilation"], strict=True)
     ]
-    x = lax.pad(x, jnp.zeros((), x.dtype), config)
+    x = lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
     by_out = math.prod(out) <= math.prod(window)
     slow, fast = (out, window) if by_out else (window, out)
     steps = (params["window_strides"], params["rhs_dilation"])
     slow_step, fast_step = steps if by_out else steps[::-1]
+    b, i, n = x.shape[0], x.shape[1], x.shape[-1]
     pieces = []
     for at in np.ndindex(*slow):
-        start = [i * step for i, step in zip(at, slow_step, strict=True)]
+        start = [a * step for a, step in zip(at, slow_step, strict=True)]
         limit = [
             s + (size - 1) * step + 1 for s, size, step in zip(start, fast, fast_step, strict=True)
         ]
-        lead = x.shape[:3]
-        piece = lax.slice(x, (0, 0, 0, *start), (*lead, *limit), (1, 1, 1, *fast_step))
-        pieces.append(piece.reshape(*lead, -1))
-    stacked = jnp.stack(pieces, 3 if by_out else 4)
-    return stacked.reshape(*x.shape[:3], *out, math.prod(window))
+        piece = lax.slice(x, (0, 0, *start, 0), (b, i, *limit, n), (1, 1, *fast_step, 1))
+        pieces.append(piece.reshape(b, i, -1, n))
+    stacked = jnp.stack(pieces, 3 if by_out else 2)
+    return stacked.reshape(b, i * math.prod(window), *out, n)
 
 
 @maker("scatter-add")
@@ -146,7 +156,7 @@ def scatter_add(ctx: Context, eqn, operand: Value, index: Value, update: Dense) 
     )
     tail = tuple(range(len(update.shape) - len(table) + 1, len(update.shape)))
     index_shape = eqn.invars[1].aval.shape
-    if ctx.path in ctx.kept_dense or not whole_rows or numbers.update_window_dims != tail:
+    if ctx.path in ctx.unused or not whole_rows or numbers.update_window_dims != tail:
         return None
     if update.shape[len(index_shape) - 1 :] != table[1:]:
         return None
@@ -161,17 +171,17 @@ def dynamic_update_slice(
 ) -> Value | None:
     """``zeros [V, *row]``, ``update [1, *row]`` at a row: the gradient of taking one row of a table."""
     table = eqn.invars[0].aval.shape
-    if ctx.path in ctx.kept_dense or len(table) < 2 or update.shape != (1, *table[1:]):
+    if ctx.path in ctx.unused or len(table) < 2 or update.shape != (1, *table[1:]):
         return None
     if math.prod(table[1:]) == 1 or table[0] == 1:
         return None
     array = jnp.clip(algebra.entries(ctx, starts[0]), 0, table[0] - 1)[:, None]
-    return _rows(ctx, eqn, array, update.array, table, clip=False)
+    return _rows(ctx, eqn, array, update.array, table)
 
 
-def _rows(ctx: Context, eqn, index, update, table: tuple[int, ...], clip: bool = True) -> Rows:
+def _rows(ctx: Context, eqn, index, update, table: tuple[int, ...]) -> Rows:
     mode = eqn.params.get("mode")
-    if mode is not None and clip:
+    if mode is not None:
         inside = (index >= 0) & (index < table[0])
         if mode == lax.GatherScatterMode.FILL_OR_DROP:
             update = jnp.where(inside.reshape(inside.shape + (1,) * (len(table) - 1)), update, 0)

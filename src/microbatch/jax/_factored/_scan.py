@@ -117,11 +117,16 @@ def _settle(body, ctx, inside, modes, init, xs):
 
 def _mode(mode: str, value: Value) -> str:
     if mode == _ADDED:
-        mine = isinstance(value, Accumulating) and all(map(is_factored, value.terms))
-        return _ADDED if mine and value.terms else _SHARED
+        if isinstance(value, Accumulating) and value.terms and all(map(_has_factors, value.terms)):
+            return _ADDED
+        return _SHARED
     if mode == _SHARED and is_per_example(value):
         return _DENSE
     return mode
+
+
+def _has_factors(value: Value) -> bool:
+    return is_factored(value) and not (isinstance(value, Outer) and value.is_array)
 
 
 def _start(ctx: Context, modes, init):

@@ -115,6 +115,11 @@ class Outer:
         return tuple(math.prod(map(self.axis_size, dim)) for dim in self.dims)
 
     @property
+    def is_array(self) -> bool:
+        """Whether one factor holds no axes: the other holds the entries."""
+        return self.tokens == 1 and 1 in self.widths[1:]
+
+    @property
     def widths(self) -> tuple[int, int, int]:
         """Numbers of entries of the stack, lhs and rhs axes."""
         stack = self.num_stack
