@@ -29,7 +29,11 @@ def page_of(text):
     """A page in which `text` stands everywhere that a user's string can stand."""
     charts = (
         Chart(text, text, memory_by_size([(1, 2**20), (64, 2**25)], 2**24, 1, 64)),
-        Chart(text, text, bars_by_name([(text, 3.0), ("value", 0.0)], 1.0, "units of rounding")),
+        Chart(
+            text,
+            text,
+            bars_by_name([(text, 3.0, True), ("value", 0.0, False)], 1.0, "units of rounding"),
+        ),
     )
     table = Table(text, (text, "n"), ((text, "1"),), words=frozenset({0}), marked=0)
     return Page(
@@ -128,8 +132,8 @@ def test_the_same_page_twice_is_the_same_text():
         loss_by_step([2.0]),
         loss_by_step([2.0, float("nan"), 1.0]),
         accuracy_by_step([(1, 0.1)], 0.97),
-        bars_by_name([("a", 0.0)], 1.0, "units"),
-        bars_by_name([("a", float("inf")), ("b", 1.0)], 1.0, "units"),
+        bars_by_name([("a", 0.0, False)], 1.0, "units"),
+        bars_by_name([("a", float("inf"), True), ("b", 1.0, False)], 1.0, "units"),
     ],
 )
 def test_edges_can_be_drawn(draw, tmp_path):

@@ -33,7 +33,7 @@ _HTML = typer.Option(metavar="FILE", help="Also write a self-contained page.")
 _PLOT = typer.Option(metavar="FILE.png", help="Also write the figure.")
 
 
-@app.command()
+@app.command(short_help="Which microbatch size fits in memory.")
 def plan(
     target: Annotated[str | None, _TARGET] = None,
     memory: Annotated[str | None, _MEMORY] = None,
@@ -55,14 +55,13 @@ def plan(
         )
 
 
-@app.command()
+@app.command(short_help="Whether microbatching keeps your numbers, and why not.")
 def verify(
     target: Annotated[str | None, _TARGET] = None,
     microbatch_size: Annotated[
         int | None,
-        typer.Option(help="Rows in a microbatch; by default a quarter of the batch."),
+        typer.Option(min=1, help="Rows in a microbatch; by default a quarter of the batch."),
     ] = None,
-    memory: Annotated[str | None, _MEMORY] = None,
     framework: Annotated[str | None, _FRAMEWORK] = None,
     as_json: Annotated[bool, _JSON] = False,
     html: Annotated[str | None, _HTML] = None,
@@ -74,13 +73,11 @@ def verify(
 
         _check_framework(framework)
         raise typer.Exit(
-            run_verify(
-                target, framework, microbatch_size, _budget(memory), Output(as_json, html, plot)
-            )
+            run_verify(target, framework, microbatch_size, Output(as_json, html, plot))
         )
 
 
-@app.command()
+@app.command(short_help="Train on handwritten digits, all rows as one batch.")
 def demo(
     framework: Annotated[str, typer.Option(help="jax or torch.")] = "jax",
     memory: Annotated[str, _MEMORY] = "32MiB",
@@ -101,7 +98,7 @@ def demo(
         raise typer.Exit(run_demo(framework, _budget(memory), seed, steps, out, as_json))
 
 
-@app.command()
+@app.command(short_help="Three textbook exercises, to read and to try.")
 def lesson(
     name: Annotated[str, typer.Argument(help="scan, mean or torch.")],
     check: Annotated[

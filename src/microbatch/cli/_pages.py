@@ -4,9 +4,12 @@ from pathlib import Path
 
 from microbatch._memory import format_bytes
 from microbatch._planning import Plan
+from microbatch._verification import UNITS_ALLOWED, Comparison, Verification
 from microbatch.cli._errors import UsageError
 from microbatch.report import Chart, Fact, Page, Table, environment, render
-from microbatch.report._charts import memory_by_size, save, seconds_by_size
+from microbatch.report._charts import bars_by_name, memory_by_size, save, seconds_by_size
+
+MAX_BARS = 12
 
 
 def plan_page(plan: Plan, asked: tuple[tuple[str, str], ...]) -> Page:
@@ -77,6 +80,77 @@ def plan_table(plan: Plan) -> Table:
     )
 
 
+def verification_page(found: Verification, asked: tuple[tuple[str, str], ...]) -> Page:
+    """A verification as a page."""
+    worst = max((c.units for c in found.comparisons), default=0.0)
+    compared = (
+        "all" if found.rows == found.batch_size else f"of {found.batch_size:,}; all do not fit"
+    )
+    facts = (
+        Fact("Verdict", found.verdict, f"{len(found.comparisons)} arrays compared"),
+        Fact("Rows", f"{found.rows:,}", compared),
+        Fact("Microbatch size", f"{found.microbatch_size:,}", "rows"),
+        Fact("Largest difference", _number(worst), "units of rounding"),
+    )
+    return Page(
+        command=f"microbatch verify, {found.name}",
+        answer=found.explanation,
+        good=found.verdict != "different",
+        asked=asked,
+        facts=facts,
+        charts=verification_charts(found),
+        tables=(verification_table(found),),
+        notes=tuple(f"{cause.sentence} {cause.remedy}".strip() for cause in found.causes),
+        environment=environment(),
+    )
+
+
+def verification_charts(found: Verification) -> tuple[Chart, ...]:
+    """The difference of each array, the largest first."""
+    ranked = sorted(found.comparisons, key=lambda c: c.units, reverse=True)
+    rows = [(_leaf_name(c), c.units, c.verdict == "different") for c in ranked[:MAX_BARS]]
+    if not rows:
+        return ()
+    hidden = len(ranked) - len(rows)
+    shown = f" The {MAX_BARS} largest; {hidden} more are in the table." if hidden else ""
+    return (
+        Chart(
+            "Difference from the whole batch, array by array",
+            "In units of rounding of each array's largest value. Left of the dashed line, another order of summation "
+            f"explains it; arrays that differ are red.{shown}",
+            bars_by_name(rows, UNITS_ALLOWED, "units of rounding"),
+        ),
+    )
+
+
+def verification_table(found: Verification) -> Table:
+    """The comparisons as a table."""
+    rows = tuple(
+        (
+            _leaf_name(c),
+            c.dtype,
+            " × ".join(map(str, c.shape)) or "scalar",
+            _number(c.difference),
+            _number(c.units),
+            _number(c.whole_error),
+            _number(c.microbatched_error),
+            c.verdict,
+        )
+        for c in found.comparisons
+    )
+    header = (
+        "array",
+        "dtype",
+        "shape",
+        "difference",
+        "units",
+        "whole’s error",
+        "pieces’ error",
+        "verdict",
+    )
+    return Table("Arrays", header, rows, words=frozenset({0, 1, 7}))
+
+
 def write_page(page: Page, path: str) -> str:
     """Writes the page and returns where it is."""
     try:
@@ -97,3 +171,11 @@ def write_plot(chart: Chart, path: str) -> str:
             f"{path!r} cannot be written: {error}.\nUse a .png, .svg or .pdf file."
         ) from None
     return str(Path(path).resolve())
+
+
+def _leaf_name(comparison: Comparison) -> str:
+    return f"{comparison.role} {comparison.path}".rstrip()
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

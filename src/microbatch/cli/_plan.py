@@ -5,10 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from microbatch._splitting import divisors
 from microbatch.cli._digits import load_digits
+from microbatch.cli._errors import UsageError
 from microbatch.cli._json import to_json
 from microbatch.cli._pages import (
     plan_page,
+    verification_page,
     write_page,
     write_plot,
 )
@@ -48,6 +51,49 @@ def run_plan(
     )
     _show(plan, plan_page(plan, asked), output, screen)
     return plan.exit_code
+
+
+def run_verify(
+    target: str | None,
+    framework: str | None,
+    microbatch_size: int | None,
+    output: Output,
+) -> int:
+    """Verifies the target's problem and shows the verdict; 0 where the numbers are the same, else 1."""
+    screen = Screen(quiet=output.as_json)
+    with screen.busy("Comparing"):
+        problem = _problem(target, framework)
+        size = microbatch_size or _a_quarter(problem)
+        found = _transformed(problem, "verify", {"microbatch_size": size})(*problem.args)
+    asked = _asked(
+        target, problem, [("Rows", f"{found.batch_size:,}"), ("Microbatch size", str(size))]
+    )
+    _show(found, verification_page(found, asked), output, screen)
+    return found.exit_code
+
+
+def _a_quarter(problem: Problem) -> int:
+    """A quarter of the rows, or the largest divisor up to that where a remainder is not allowed."""
+    numbers = (problem.argnums,) if isinstance(problem.argnums, int) else tuple(problem.argnums)
+    array = _first_array([problem.args[number] for number in numbers])
+    axes = problem.options.get("in_axes", problem.options.get("in_dims", 0))
+    axis = axes if isinstance(axes, int) else next((a for a in axes if isinstance(a, int)), 0)
+    if array is None or not -array.ndim <= axis < array.ndim:
+        raise UsageError("the batch has no rows to be seen.\nGive the size: --microbatch-size 8.")
+    rows = array.shape[axis]
+    if problem.options.get("remainder") == "allow":
+        return max(rows // 4, 1)
+    return max((size for size in divisors(rows) if 4 * size <= rows), default=1)
+
+
+def _first_array(value: Any) -> Any:
+    """The first array with an axis in a tree, or None."""
+    if getattr(value, "ndim", 0):
+        return value
+    items = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list | tuple):
+        return None
+    return next((found for item in items if (found := _first_array(item)) is not None), None)
 
 
 def _problem(target: str | None, framework: str | None) -> Problem:

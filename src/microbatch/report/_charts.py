@@ -182,20 +182,20 @@ def accuracy_by_step(
 
 
 def bars_by_name(
-    rows: Sequence[tuple[str, float]], limit: float, label: str
+    rows: Sequence[tuple[str, float, bool]], limit: float, label: str
 ) -> Callable[[Any, Theme], None]:
-    """One bar per name against a limit; what is beyond it, or not finite, is in the colour of trouble."""
+    """One bar per (name, value, whether that is trouble), beside a limit."""
 
     def draw(axes: Any, theme: Theme) -> None:
-        names = [_short(name) for name, _ in rows][::-1]
-        values = [value for _, value in rows][::-1]
+        names = [_short(name) for name, _, _ in rows][::-1]
+        values = [value for _, value, _ in rows][::-1]
+        colors = [theme.bad if trouble else theme.first for _, _, trouble in rows][::-1]
         seen = [value for value in [limit, *values] if 0 < value < math.inf]
         # An exact zero and an infinity have no place on a logarithmic scale: they are drawn at its ends.
         floor, ceiling = min(seen) / 10, 10 * max(seen)
         lengths = [
             min(max(v, 1.05 * floor), ceiling) - floor if v == v else ceiling for v in values
         ]
-        colors = [theme.first if value <= limit else theme.bad for value in values]
         axes.barh(range(len(rows)), lengths, left=floor, color=colors, height=0.6)
         axes.axvline(limit, color=theme.ink, linewidth=1.1, linestyle=(0, (5, 3)))
         axes.set(xscale="log", xlabel=label, yticks=range(len(rows)))
