@@ -108,7 +108,7 @@ def verification_page(found: Verification, asked: tuple[tuple[str, str], ...]) -
 def verification_charts(found: Verification) -> tuple[Chart, ...]:
     """The difference of each array, the largest first."""
     ranked = sorted(found.comparisons, key=lambda c: c.units, reverse=True)
-    rows = [(_leaf_name(c), c.units, c.verdict == "different") for c in ranked[:MAX_BARS]]
+    rows = [(c.path or c.role, c.units, c.verdict == "different") for c in ranked[:MAX_BARS]]
     if not rows:
         return ()
     hidden = len(ranked) - len(rows)
@@ -129,7 +129,7 @@ def verification_table(found: Verification) -> Table:
         (
             _leaf_name(c),
             c.dtype,
-            " × ".join(map(str, c.shape)) or "scalar",
+            "×".join(map(str, c.shape)) or "scalar",
             _number(c.difference),
             _number(c.units),
             _number(c.whole_error),
@@ -144,8 +144,8 @@ def verification_table(found: Verification) -> Table:
         "shape",
         "difference",
         "units",
-        "whole’s error",
-        "pieces’ error",
+        "error, whole",
+        "error, pieces",
         "verdict",
     )
     return Table("Arrays", header, rows, words=frozenset({0, 1, 7}))

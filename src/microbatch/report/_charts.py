@@ -241,10 +241,9 @@ def _note(
     )
 
 
-def _short(name: str, length: int = 28) -> str:
-    if len(name) <= length:
-        return name
-    return name[: length // 2 - 1] + "…" + name[-length // 2 :]
+def _short(name: str, length: int = 26) -> str:
+    """The end of a long name: paths differ there."""
+    return name if len(name) <= length else "…" + name[-length + 1 :]
 
 
 def _size_ticks(axes: Any, sizes: Sequence[int]) -> None:

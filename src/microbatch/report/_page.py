@@ -59,10 +59,12 @@ figure .narrow { display: none; }
 }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; margin-top: .5rem; font-size: .92rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: .35rem .75rem; text-align: right; border-bottom: 1px solid var(--grid); vertical-align: top; }
+th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid); vertical-align: top; }
 th:first-child, td:first-child { padding-left: .5rem; }
 th { color: var(--muted); font-weight: 500; }
-th.words, td.words { text-align: left; }
+th.words, td.words { text-align: left; white-space: normal; }
+table.dense { font-size: .8rem; }
+table.dense th, table.dense td { padding: .3rem .4rem; }
 tr.marked td { background: var(--sheet); font-weight: 650; color: var(--good); }
 footer { margin-top: 3rem; padding-top: 1rem; border-top: 1px solid var(--grid); }
 @media print {
@@ -164,7 +166,8 @@ def _table(table: Table) -> str:
         f"<tr{mark}>{cells('td', row)}</tr>" for mark, row in zip(marks, table.rows, strict=True)
     )
     title = f"<h2>{_text(table.title)}</h2>" if table.title else ""
+    dense = ' class="dense"' if len(table.header) > 6 else ""
     return (
-        f'{title}<div class="scroll"><table><thead><tr>{cells("th", table.header)}</tr></thead>'
+        f'{title}<div class="scroll"><table{dense}><thead><tr>{cells("th", table.header)}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
