@@ -1,0 +1,307 @@
+"""Comparing the whole batch with its microbatches, and the frozen, printable `Verification`; NumPy only."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from microbatch._errors import DifferentError
+
+Verdict = Literal["exact", "rounding", "different"]
+
+# What a sum in another order may cost, in units of rounding of the largest value.
+UNITS_ALLOWED = 16.0
+UNITS_ALLOWED_UNSEEN = 64.0
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a result: where it is, whether it is a value or a gradient, and its numbers."""
+
+    path: str
+    role: Literal["value", "gradient"]
+    array: np.ndarray
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One leaf of the whole batch beside the same leaf of the microbatches.
+
+    Attributes:
+      path: of the leaf.
+      role: "value" or "gradient".
+      dtype: of the leaf, as computed.
+      shape: of the leaf.
+      difference: the largest absolute difference.
+      units: that difference in units of rounding: of the dtype's epsilon times the leaf's largest value.
+      whole_error: the whole batch's largest error against float64; None where float64 was not possible.
+      microbatched_error: the same of the microbatches.
+      verdict: "exact" (bit for bit), "rounding" (at most twice the whole batch's error, or a few units), "different".
+    """
+
+    path: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    difference: float
+    units: float
+    whole_error: float | None
+    microbatched_error: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why numbers differ, what was tried to know it, and the way out.
+
+    Attributes:
+      kind: a name for programs: ``"rows_influence_each_other"``, ``"unequal_means"``, ``"sum_given_as_mean"``,
+        ``"mean_given_as_sum"``, ``"extremum"``, ``"random_numbers"``, ``"not_repeatable"``, ``"low_precision"``,
+        ``"not_finite"``, ``"not_a_sum"``.
+      sentence: the cause in words, with its evidence.
+      remedy: what to do; empty where nothing can be done.
+    """
+
+    kind: str
+    sentence: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The answer of `verify`: whether microbatching keeps the numbers of a function, and why not.
+
+    Attributes:
+      name: of the function.
+      framework: ``"jax"`` or ``"torch"``.
+      batch_size: rows in the batch that was given.
+      rows: rows that were compared: all, or a prefix where the whole batch would not fit in memory.
+      microbatch_size: rows in a microbatch.
+      verdict: the worst of the leaves' verdicts.
+      comparisons: one per leaf of the value and of the gradient.
+      causes: why, where the verdict is "different"; what else was noticed, where it is not.
+      explanation: the answer in one sentence.
+    """
+
+    name: str
+    framework: str
+    batch_size: int
+    rows: int
+    microbatch_size: int
+    verdict: Verdict
+    comparisons: tuple[Comparison, ...]
+    causes: tuple[Cause, ...]
+    explanation: str
+
+    @property
+    def exit_code(self) -> int:
+        """0 where the numbers are the same up to rounding, 1 where they are not."""
+        return 1 if self.verdict == "different" else 0
+
+    def raise_if_different(self) -> "Verification":
+        """This verification, or a `DifferentError` with everything it says."""
+        if self.verdict == "different":
+            raise DifferentError(str(self))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers, strings, lists and dictionaries, as JSON has them."""
+        plain = asdict(self)
+        plain["comparisons"] = [c | {"shape": list(c["shape"])} for c in plain["comparisons"]]
+        plain["causes"] = list(plain["causes"])
+        return plain
+
+    @property
+    def title(self) -> str:
+        """What was asked, in one line."""
+        part = "" if self.rows == self.batch_size else f" (the first {self.rows}: all do not fit)"
+        return f"verify({self.name}): {self.batch_size} rows{part}, {self.microbatch_size} a microbatch"
+
+    def __str__(self) -> str:
+        said = [line for cause in self.causes for line in (cause.sentence, cause.remedy) if line]
+        return "\n".join([self.title, "", *_text_table(_cells(self)), "", self.explanation, *said])
+
+    def _repr_html_(self) -> str:
+        head, *body = _cells(self)
+        row = lambda tag, cells: (
+            "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+        )
+        table = row("th", head) + "".join(row("td", cells) for cells in body)
+        said = "".join(
+            f"<li>{html.escape(cause.sentence)} {html.escape(cause.remedy)}</li>"
+            for cause in self.causes
+        )
+        return (
+            f"<p>{html.escape(self.title)}</p><table>{table}</table>"
+            f"<p>{html.escape(self.explanation)}</p><ul>{said}</ul>"
+        )
+
+
+def compare(
+    whole: Sequence[Leaf],
+    pieces: Sequence[Leaf],
+    reference: Sequence[Leaf] | None,
+) -> tuple[Comparison, ...]:
+    """Each leaf of the whole batch beside that of the microbatches.
+
+    Args:
+      whole: of the whole batch, in the working precision.
+      pieces: of the microbatches, in the working precision.
+      reference: of the whole batch in float64; None where that was not possible.
+    """
+    references = [None] * len(whole) if reference is None else list(reference)
+    largest = {
+        role: max((_scale(leaf.array) for leaf in whole if leaf.role == role), default=0.0)
+        for role in ("value", "gradient")
+    }
+    return tuple(
+        _compare_leaf(a, b, c, largest[a.role])
+        for a, b, c in zip(whole, pieces, references, strict=True)
+    )
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The worst of several verdicts.
+
+    >>> worst(["exact", "rounding"]), worst([])
+    ('rounding', 'exact')
+    """
+    order: tuple[Verdict, ...] = ("exact", "rounding", "different")
+    return max(verdicts, key=order.index, default="exact")
+
+
+def agree(left: Sequence[Leaf], right: Sequence[Leaf], *, exactness: float = 1.0) -> list[bool]:
+    """Per leaf, whether two results are the same up to rounding in their precision.
+
+    Args:
+      left: one result.
+      right: another one, of the same structure or not.
+      exactness: how many times the usual allowance.
+    """
+    if len(left) != len(right):
+        return [False] * len(left)
+    return [_same(a.array, b.array, exactness) for a, b in zip(left, right, strict=True)]
+
+
+def explain(comparisons: Sequence[Comparison], verdict: Verdict) -> str:
+    """The verdict in one sentence, with the leaf that decides it."""
+    if verdict == "exact":
+        return "Exact: the microbatches give the whole batch's numbers, bit for bit."
+    deciding = max(
+        (c for c in comparisons if c.verdict == verdict), key=lambda c: (np.isinf(c.units), c.units)
+    )
+    where = f"the {deciding.role}{f' {deciding.path}' if deciding.path else ''}"
+    amount = f"{deciding.units:.3g} units of rounding of {deciding.dtype}"
+    if verdict == "rounding":
+        return f"Rounding: the largest difference is {amount}, in {where}."
+    errors = ""
+    if deciding.whole_error is not None and deciding.microbatched_error is not None:
+        errors = (
+            f"; against float64 the whole batch is off by {deciding.whole_error:.3g}, "
+            f"the microbatches by {deciding.microbatched_error:.3g}"
+        )
+    return f"Different: {where} is off by {deciding.difference:.3g}, {amount}{errors}."
+
+
+def _compare_leaf(whole: Leaf, pieces: Leaf, reference: Leaf | None, largest: float) -> Comparison:
+    a, b = whole.array, pieces.array
+    dtype = _dtype_name(a)
+    result = lambda difference, units, errors, verdict: Comparison(
+        whole.path, whole.role, dtype, a.shape, difference, units, *errors, verdict
+    )
+    if a.shape != b.shape:
+        return result(float("inf"), float("inf"), (None, None), "different")
+    if a.dtype == b.dtype and a.tobytes() == b.tobytes():
+        return result(0.0, 0.0, (None, None), "exact")
+    wide_a, wide_b = _widened(a), _widened(b)
+    difference = _distance(wide_a, wide_b)
+    epsilon = _epsilon(a)
+    scale = _scale(a)
+    units = difference / (epsilon * scale) if epsilon and scale else (difference and float("inf"))
+    if difference == 0:
+        return result(0.0, 0.0, (None, None), "exact")
+    if not np.isfinite(difference) or not epsilon:
+        return result(difference, float("inf"), (None, None), "different")
+    # A gradient that is zero but for rounding is measured beside the others.
+    floor = epsilon * largest
+    if reference is None:
+        allowed = max(UNITS_ALLOWED_UNSEEN * epsilon * scale, floor)
+        verdict: Verdict = "rounding" if difference <= allowed else "different"
+        return result(difference, units, (None, None), verdict)
+    exact = _widened(reference.array)
+    errors = (_distance(wide_a, exact), _distance(wide_b, exact))
+    allowed = max(2 * errors[0], UNITS_ALLOWED * epsilon * scale, floor)
+    return result(difference, units, errors, "rounding" if errors[1] <= allowed else "different")
+
+
+def _same(a: np.ndarray, b: np.ndarray, exactness: float) -> bool:
+    if a.shape != b.shape:
+        return False
+    if a.tobytes() == b.tobytes() and a.dtype == b.dtype:
+        return True
+    distance = _distance(_widened(a), _widened(b))
+    allowed = exactness * UNITS_ALLOWED_UNSEEN * _epsilon(a) * max(_scale(a), _scale(b))
+    return bool(distance <= allowed)
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest absolute difference; NaN beside NaN, and equal infinities, are no difference."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b)
+    alike = (a == b) | (np.isnan(a) & np.isnan(b))
+    apart = np.where(alike, 0.0, np.where(np.isnan(apart), np.inf, apart))
+    return float(apart.max(initial=0.0))
+
+
+def _scale(array: np.ndarray) -> float:
+    size = np.abs(_widened(array))
+    return float(size[np.isfinite(size)].max(initial=0.0))
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    wide = np.complex128 if np.iscomplexobj(array) else np.float64
+    return np.asarray(array).astype(wide)
+
+
+def _dtype_name(array: np.ndarray) -> str:
+    return array.dtype.name
+
+
+def _epsilon(array: np.ndarray) -> float:
+    """The relative spacing of the dtype; 0 for integers, which do not round."""
+    name = _dtype_name(array)
+    if name == "bfloat16":  # a type that NumPy knows through another package, if at all
+        return 2.0**-7
+    return float(np.finfo(array.dtype).eps) if array.dtype.kind in "fc" else 0.0
+
+
+def _cells(verification: Verification) -> list[list[str]]:
+    number = lambda value: "" if value is None else f"{value:.3g}"
+    head = ["", "dtype", "shape", "difference", "units", "whole error", "microbatched", "verdict"]
+    return [
+        head,
+        *(
+            [
+                f"{c.role} {c.path}".rstrip(),
+                c.dtype,
+                "x".join(map(str, c.shape)) or "scalar",
+                number(c.difference),
+                number(c.units),
+                number(c.whole_error),
+                number(c.microbatched_error),
+                c.verdict,
+            ]
+            for c in verification.comparisons
+        ),
+    ]
+
+
+def _text_table(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    line = lambda row: "  ".join(
+        cell.ljust(w) if i == 0 else cell.rjust(w)
+        for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+    )
+    return [line(row).rstrip() for row in cells]
