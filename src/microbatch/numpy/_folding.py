@@ -70,8 +70,14 @@ class Folding:
             self._skipped.append(step)
             return
         self.carries = [
-            fold.skip(carry, step) for fold, carry in zip(self.folds, self.carries, strict=True)
+            carry if fold.skip is None else fold.skip(carry, step)
+            for fold, carry in zip(self.folds, self.carries, strict=True)
         ]
+
+    @property
+    def skips_matter(self) -> bool:
+        """Whether a microbatch that does not run leaves a trace."""
+        return any(fold.skip is not None for fold in self.folds)
 
     def alone(self, output: Any, step: Step) -> Any:
         """The result where `output` is the only one there will be."""

@@ -45,7 +45,7 @@ class Fold(NamedTuple):
       init: the first carry.
       update: ``update(carry, value, step)``; may reuse the carry's memory.
       finalize: ``finalize(carry, total)``, in the dtype of the output.
-      skip: ``skip(carry, step)`` where a microbatch does not run.
+      skip: ``skip(carry, step)`` where a microbatch does not run; None where that changes nothing.
       alone: ``alone(value, step)``: the result where the only microbatch is the whole batch.
       leaves: the carry as a list of arrays and numbers, to be saved.
       from_leaves: its inverse.
@@ -54,7 +54,7 @@ class Fold(NamedTuple):
     init: Callable[[], Any]
     update: Callable[[Any, Any, Step], Any]
     finalize: Callable[[Any, Any], Any]
-    skip: Callable[[Any, Step], Any] = lambda carry, step: carry
+    skip: Callable[[Any, Step], Any] | None = None
     alone: Callable[[Any, Step], Any] = lambda value, step: value
     leaves: Callable[[Any], list[Any]] = lambda carry: [carry]
     from_leaves: Callable[[list[Any]], Any] = lambda leaves: leaves[0]

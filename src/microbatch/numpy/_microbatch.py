@@ -246,7 +246,7 @@ def _run(
         del given, named, output, carries
     if not folding.started:
         folding.start(run_quietly(split.rows(0)), split.size(0))
-    for index in range(limit, split.num_microbatches):
+    for index in range(limit, split.num_microbatches if folding.skips_matter else limit):
         folding.skip(Step(index, split.size(index)))
     if weight_fn is None:
         total = split.batch_size / split.microbatch_size if split.tail else split.full

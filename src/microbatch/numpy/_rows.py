@@ -114,7 +114,8 @@ def batch_concat(where: str, split: Split, part: Part, rows: int, out: Any | Non
         init=lambda: np.zeros(shape, spec.dtype) if out is None else out,
         update=update,
         finalize=lambda buffer, total: buffer,
-        skip=skip if out is not None else lambda buffer, step: buffer,
+        # A new buffer is zeros already.
+        skip=None if out is None else skip,
         alone=alone,
     )
 
