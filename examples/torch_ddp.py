@@ -47,7 +47,9 @@ def main():
     wanted = torch.autograd.grad(whole, list(alone.parameters()))
     error = max((a - b).abs().max().item() for a, b in zip(grads, wanted))
     if rank == 0:
-        print(f"loss {loss:.6f}, one process {whole:.6f}, largest difference in gradients {error:.1e}")
+        print(
+            f"loss {loss:.6f}, one process {whole:.6f}, largest difference in gradients {error:.1e}"
+        )
     assert error < 1e-6
     dist.destroy_process_group()
 

@@ -19,7 +19,9 @@ def train(microbatch_size, steps=10):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-1)
     for _ in range(steps):
         optimizer.zero_grad()
-        mb.backward(lambda x, y: ((model(x) - y) ** 2).mean(), x, y, microbatch_size=microbatch_size)
+        mb.backward(
+            lambda x, y: ((model(x) - y) ** 2).mean(), x, y, microbatch_size=microbatch_size
+        )
         optimizer.step()
         average.update_parameters(model)  # After the step, and not inside the loss function.
     return average
@@ -29,7 +31,9 @@ def main():
     averages = {size: train(size) for size in (64, 16, 1)}
     for size, average in averages.items():
         weight = average.module.weight.detach()
-        print(f"microbatches of {size:2d}: {int(average.n_averaged)} updates, weights {weight[0, :3]}")
+        print(
+            f"microbatches of {size:2d}: {int(average.n_averaged)} updates, weights {weight[0, :3]}"
+        )
     return averages
 
 

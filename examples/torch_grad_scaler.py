@@ -9,7 +9,8 @@ from torch import nn
 import microbatch.torch as mb
 
 
-def main(epochs=2, device="cuda" if torch.cuda.is_available() else "cpu"):
+def main(epochs=2):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -41,7 +42,9 @@ def main(epochs=2, device="cuda" if torch.cuda.is_available() else "cpu"):
             schedule.step()
             counts["step"] += 1
             losses.append(loss.item())
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; {counts}; rate {schedule.get_last_lr()[0]:.3f}")
+    print(
+        f"loss {losses[0]:.3f} to {losses[-1]:.3f}; {counts}; rate {schedule.get_last_lr()[0]:.3f}"
+    )
     return losses, counts, schedule.last_epoch
 
 
