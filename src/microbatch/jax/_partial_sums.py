@@ -10,127 +10,21 @@ On a mesh with explicit axes partial sums have JAX's *unreduced* type; inside `s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from microbatch.jax._programs import bind
+from microbatch.jax._graph import Graph, Node, evaluated, needed_for
+from microbatch.jax._row_sums import ADDITIONS, PSUMS, RESHARDS, RowAxes, RowSums, spec_of
 from microbatch.jax._rows import varying_axes
-
-CALLS = frozenset(
-    [
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "remat",
-        "remat2",
-        "checkpoint",
-    ]
-)
-# Linear in one operand, whatever the lengths of its axes; and those whose parameters hold lengths.
-UNARY = frozenset(["neg", "transpose", "copy", "copy_p", "squeeze"])
-SIZED = frozenset(["reshape", "broadcast_in_dim", "reduce_sum", "slice", "rev"])
-RESHARDS = frozenset(["reshard", "sharding_constraint"])
-ADDITIONS = frozenset(["add", "add_any", "sub"])
-PSUMS = frozenset(("psum_invariant",))
-
-
-@dataclass(frozen=True)
-class RowAxes:
-    """Over what the rows lie.
-
-    Attributes:
-      axes: the mesh axes.
-      mesh: the mesh where these axes are explicit; None inside `shard_map`.
-      through_sharded: whether sums that end sharded over these axes are put off, too.
-    """
-
-    axes: frozenset[str]
-    mesh: Any = None
-    through_sharded: bool = True
-
-    def added_up(self, partial: jax.Array, aval: Any) -> jax.Array:
-        """A partial sum added up over the devices, laid out like `aval`."""
-        if self.mesh is None:
-            return lax.psum(partial, tuple(sorted(self.axes)))
-        return jax.reshard(partial, NamedSharding(self.mesh, PartitionSpec(*_spec(aval))))
-
-
-@dataclass(frozen=True)
-class _Node:
-    """One operation: an equation, or the barrier before a recomputed part (None)."""
-
-    eqn: JaxprEqn | None
-    inputs: tuple[Any, ...]
-    outputs: tuple[int, ...]
-
-
-@dataclass
-class _Graph:
-    """A program without calls: values are numbers, or literals."""
-
-    avals: list[Any] = field(default_factory=list)
-    consts: dict[int, Any] = field(default_factory=dict)
-    nodes: list[_Node] = field(default_factory=list)
-
-    def value(self, aval: Any) -> int:
-        self.avals.append(aval)
-        return len(self.avals) - 1
-
-    def constant(self, const: Any) -> int:
-        number = self.value(jax.typeof(const))
-        self.consts[number] = const
-        return number
-
-    def add(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Adds a program's operations, those of the programs that it calls included."""
-        env = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
-        env |= zip(jaxpr.invars, args, strict=True)
-        read = lambda atom: atom if isinstance(atom, Literal) else env[atom]
-        for eqn in jaxpr.eqns:
-            inputs = tuple(map(read, eqn.invars))
-            inner = _called(eqn)
-            if inner is None:
-                outputs = [self.value(v.aval) for v in eqn.outvars]
-                self.nodes.append(_Node(eqn, inputs, tuple(outputs)))
-            else:
-                if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
-                    inputs = self.behind_barrier(inputs)
-                outputs = self.add(inner.jaxpr, inner.consts, inputs)
-            env |= zip(eqn.outvars, outputs, strict=True)
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def behind_barrier(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Values that the compiler cannot tell to be the same as the inputs, so that what is made of them is made again."""
-        real = [x for x in inputs if not isinstance(x, Literal)]
-        hidden = [self.value(self.avals[x]) for x in real]
-        self.nodes.append(_Node(None, tuple(real), tuple(hidden)))
-        found = iter(hidden)
-        return tuple(x if isinstance(x, Literal) else next(found) for x in inputs)
-
-
-def _called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    if eqn.primitive.name not in CALLS:
-        return None
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = eqn.params.get(name)
-        if isinstance(inner, ClosedJaxpr):
-            return inner
-        if isinstance(inner, Jaxpr) and not inner.constvars:
-            return ClosedJaxpr(inner, ())
-    return None
 
 
 class Program:
-    """A traced program, with the sums over devices found in it.
+    """A traced program, cut at its sums over devices.
 
     Attributes:
       rows: over what the rows lie.
@@ -138,22 +32,27 @@ class Program:
       partial: for each output, whether it can be given as a partial sum.
     """
 
-    def __init__(self, closed: ClosedJaxpr, rows: RowAxes, wrap: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        rows: RowAxes,
+        wrap: Callable[..., Any],
+        partial_inputs: Sequence[int] = (),
+    ) -> None:
         self.rows = rows
         self.wrap = wrap
-        self.graph = _Graph()
+        self.graph = Graph()
         self.inputs = [self.graph.value(v.aval) for v in closed.jaxpr.invars]
         self.outputs = self.graph.add(closed.jaxpr, closed.consts, self.inputs)
-        self.maker = {out: node for node in self.graph.nodes for out in node.outputs}
-        self.known: dict[int, bool] = {}
+        self.given = {self.inputs[i] for i in partial_inputs}
+        self.sums = RowSums(self.graph, rows, {}, set(self.given))
+        # What a device needs of a sum's operands, where these are not the equation's own.
+        self.operands: dict[int, tuple[Any, ...]] = {}
+        self.nodes: list[Node] = []
         for node in self.graph.nodes:
-            for out in node.outputs:
-                self.known[out] = self._is_partial(node, out)
-        self.partial = [self.is_partial(out) and self._may_end(out) for out in self.outputs]
-
-    def is_partial(self, ref: Any) -> bool:
-        """Whether a value is a sum over devices, or linear in such sums."""
-        return not isinstance(ref, Literal) and self.known.get(ref, False)
+            self._analyse(node)
+        may_end = lambda ref: rows.through_sharded or not self.sums.has_rows(ref)
+        self.partial = [self.sums.is_partial(out) and may_end(out) for out in self.outputs]
 
     def run(
         self,
@@ -167,248 +66,185 @@ class Program:
         Args:
           args: the program's inputs.
           wanted: for each output, whether it is given as a partial sum; only where `partial` is true.
-          finish: a linear function of all partial sums and `extra`, run on each device.
+          finish: a linear function of all partial sums, and of `extra`, run on each device.
           extra: replicated arrays.
         """
+        sums, plain, frontier = self._cut(wanted)
+        start = lambda args: dict(zip(self.inputs, args, strict=True)) | self.graph.consts
+        before = lambda args: evaluated(self.nodes, [*plain, *frontier], start(args))
+        values = self.wrap(before)(list(args))
+        whole, values = iter(values[: len(plain)]), values[len(plain) :]
+        found = iter(self._on_devices(sums, frontier, values, finish, extra) if sums else [])
+        return [next(found if want else whole) for want in wanted]
+
+    def needs_given(self, wanted: Sequence[bool]) -> bool:
+        """Whether something that is not linear needs an input that is a partial sum."""
+        _, plain, frontier = self._cut(wanted)
+        refs = [*plain, *(ref for ref in frontier if ref not in self.given)]
+        return not self.given.isdisjoint(needed_for(self.nodes, refs)[1])
+
+    def _analyse(self, node: Node) -> None:
+        """Adds an operation, split where a part of it can be put off."""
+        for part in self._scan(node) or [node]:
+            self.nodes.append(part)
+            self.sums.maker.update(dict.fromkeys(part.outputs, part))
+        scattered = self._scattered(node)
+        if scattered is not None:
+            self.operands[node.outputs[0]] = scattered
+        for out in node.outputs:
+            known = out in self.operands or self.sums.is_sum(node)
+            if known or self.sums.is_linear(node, out):
+                self.sums.partial.add(out)
+
+    def _cut(self, wanted: Sequence[bool]) -> tuple[list[Any], list[Any], list[int]]:
+        """The outputs that are partial sums, those that are not, and what the former are made of."""
         sums = [out for out, want in zip(self.outputs, wanted, strict=True) if want]
-        frontier = self._frontier(sums)
         plain = [out for out, want in zip(self.outputs, wanted, strict=True) if not want]
-        evaluated = self.wrap(lambda args: self._evaluated([*plain, *frontier], args))(list(args))
-        whole, values = evaluated[: len(plain)], evaluated[len(plain) :]
-        values = dict(zip(frontier, values, strict=True))
-        partial = iter(self._sums(sums, values, finish, list(extra)) if sums else [])
-        whole = iter(whole)
-        return [next(partial if want else whole) for want in wanted]
-
-    # What is a sum over devices.
-
-    def _is_partial(self, node: _Node, out: int) -> bool:
-        if node.eqn is None:
-            return False
-        name = node.eqn.primitive.name
-        if self._is_sum(node):
-            return True
-        partial = [self.is_partial(x) for x in node.inputs]
-        others = [x for x, p in zip(node.inputs, partial, strict=True) if not p]
-        if not any(partial) or any(map(self._has_rows, others)):
-            return False
-        whole = not self._is_split(out, *node.inputs)
-        match name:
-            case "convert_element_type":
-                return _keeps_sums(self._aval(node.inputs[0]).dtype, node.eqn.params["new_dtype"])
-            case "mul":
-                return sum(partial) == 1
-            case "div":
-                return partial == [True, False]
-            case "dot_general":
-                return whole and sum(partial) == 1
-            case "pad":
-                return whole and partial == [True, False] and self._is_zero(node.inputs[1])
-            case "concatenate":
-                return whole and all(partial)
-        if name in RESHARDS:
-            return self._elsewhere(out) == self._elsewhere(node.inputs[0])
-        return name in UNARY or name in ADDITIONS or (whole and name in SIZED)
-
-    def _is_sum(self, node: _Node) -> bool:
-        eqn, name = node.eqn, node.eqn.primitive.name
-        if self.rows.mesh is None:
-            return name in PSUMS and frozenset(eqn.params["axes"]) == self.rows.axes
-        if not any(self._has_rows(x) for x in node.inputs):
-            return False
-        if name == "reduce_sum":
-            return self._summed(node.inputs[0], eqn.params["axes"])
-        if name == "dot_general":
-            (left, right), _ = eqn.params["dimension_numbers"]
-            return self._summed(node.inputs[0], left) and self._summed(node.inputs[1], right)
-        if name == "conv_general_dilated":
-            numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
-            left, right = (numbers.lhs_spec[1],), (numbers.rhs_spec[1],)
-            plain = groups == 1 and eqn.params["batch_group_count"] == 1
-            plain &= not self._is_split(*node.inputs)
-            return plain and all(map(self._summed, node.inputs, (left, right)))
-        if name == "scatter-add":
-            return self._is_scattered_sum(node)
-        return False
-
-    def _is_scattered_sum(self, node: _Node) -> bool:
-        """Whether rows' updates are added to zeros: the gradient of a look-up."""
-        operand, indices, updates = node.inputs
-        plain = not node.eqn.params["dimension_numbers"].operand_batching_dims
-        window = node.eqn.params["dimension_numbers"].update_window_dims
-        rows = [i for i in range(len(self._aval(updates).shape)) if i not in window]
-        axes = range(len(self._aval(indices).shape) - 1)
-        return (
-            plain
-            and self._is_zero(operand)
-            and not self._is_split(*node.inputs)
-            and self._summed(updates, rows)
-            and self._summed(indices, axes)
-        )
-
-    def _is_zero(self, ref: Any) -> bool:
-        if isinstance(ref, Literal):
-            return not jnp.any(ref.val)
-        node = self.maker.get(ref)
-        names = ("broadcast_in_dim", "reshard", "convert_element_type")
-        is_same = node is not None and node.eqn is not None and node.eqn.primitive.name in names
-        return is_same and self._is_zero(node.inputs[0])
-
-    def _summed(self, ref: Any, axes: Sequence[int]) -> bool:
-        """Whether the rows' mesh axes are those of the summed array axes, and of no other."""
-        spec = _spec(self._aval(ref))
-        names = [_names(spec[axis]) for axis in axes]
-        others = [_names(entry) for axis, entry in enumerate(spec) if axis not in axes]
-        together = frozenset().union(*names)
-        return together == self.rows.axes and not any(o & self.rows.axes for o in others)
-
-    def _may_end(self, ref: Any) -> bool:
-        return self.rows.through_sharded or not self._has_rows(ref)
-
-    def _has_rows(self, ref: Any) -> bool:
-        """Whether a value lies over the rows' mesh axes."""
-        if self.rows.mesh is None:
-            return not isinstance(ref, Literal) and bool(
-                varying_axes(self._aval(ref)) & self.rows.axes
-            )
-        return any(_names(entry) & self.rows.axes for entry in _spec(self._aval(ref)))
-
-    def _is_split(self, *refs: Any) -> bool:
-        """Whether a value lies over further mesh axes, so that its lengths on a device are others."""
-        if self.rows.mesh is None:
-            return False
-        return any(any(self._elsewhere(ref)) for ref in refs)
-
-    def _elsewhere(self, ref: Any) -> list[frozenset[str]]:
-        """For each array axis, the mesh axes that are not the rows'."""
-        return [_names(entry) - self.rows.axes for entry in _spec(self._aval(ref))]
-
-    def _aval(self, ref: Any) -> Any:
-        return ref.aval if isinstance(ref, Literal) else self.graph.avals[ref]
-
-    # Evaluation, before the sums and from the sums on.
-
-    def _frontier(self, sums: Sequence[int]) -> list[int]:
-        """What the sums, and all that is linear in them, are made of."""
-        found, stack, seen = [], list(sums), set()
+        frontier, stack, seen = [], list(sums), set()
         while stack:
             ref = stack.pop()
             if isinstance(ref, Literal) or ref in seen:
                 continue
             seen.add(ref)
-            if not self.is_partial(ref):
-                found.append(ref)
+            if self.sums.is_partial(ref) and ref not in self.given:
+                stack.extend(self.operands.get(ref, self.sums.maker[ref].inputs))
             else:
-                stack.extend(self._needed(self.maker[ref]))
-        return found
+                frontier.append(ref)
+        return sums, plain, frontier
 
-    def _needed(self, node: _Node) -> Sequence[Any]:
-        return node.inputs[1:] if node.eqn.primitive.name == "scatter-add" else node.inputs
-
-    def _evaluated(self, refs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        env = dict(zip(self.inputs, args, strict=True)) | self.graph.consts
-        needed = {ref for ref in refs if not isinstance(ref, Literal)}
-        nodes = []
-        for node in reversed(self.graph.nodes):
-            if not needed.isdisjoint(node.outputs):
-                nodes.append(node)
-                needed |= {x for x in node.inputs if not isinstance(x, Literal)}
-        for node in reversed(nodes):
-            values = [_read(x, env) for x in node.inputs]
-            out = lax.optimization_barrier(values) if node.eqn is None else bind(node.eqn, values)
-            env |= zip(node.outputs, out, strict=True)
-        return [_read(ref, env) for ref in refs]
-
-    def _sums(
-        self, sums: list[int], values: dict[int, Any], finish: Callable[..., Any], extra: list[Any]
+    def _on_devices(
+        self,
+        sums: list[int],
+        frontier: list[int],
+        values: list[Any],
+        finish: Callable[..., Any],
+        extra: Sequence[Any],
     ) -> list[Any]:
-        local = self.wrap(lambda values, extra: finish(self._on_device(sums, values), extra))
+        """The sums, and what is linear in them, on each device for its own rows."""
+        local = self.wrap(
+            lambda values, extra: finish(
+                self._on_one(sums, dict(zip(frontier, values, strict=True))), extra
+            )
+        )
         if self.rows.mesh is None:
-            return local(values, extra)
-        partitions = lambda ref: _spec(self._aval(ref))
+            return local(values, list(extra))
+        whole = lambda ref: PartitionSpec(*spec_of(self.graph.aval(ref)))
+        partial = lambda ref: self.rows.partial_spec(self.graph.aval(ref))
         mapped = jax.shard_map(
             local,
             mesh=self.rows.mesh,
             in_specs=(
-                {ref: PartitionSpec(*partitions(ref)) for ref in values},
+                [partial(ref) if ref in self.given else whole(ref) for ref in frontier],
                 [PartitionSpec()] * len(extra),
             ),
-            out_specs=[self.partial_spec(ref) for ref in sums],
+            out_specs=[partial(ref) for ref in sums],
             check_vma=False,
         )
-        return mapped(values, extra)
+        return mapped(values, list(extra))
 
-    def partial_spec(self, ref: int) -> PartitionSpec:
-        """The sharding of a partial sum: unreduced over the rows' axes."""
-        spec = [_without(entry, self.rows.axes) for entry in _spec(self._aval(ref))]
-        return PartitionSpec(*spec, unreduced=self.rows.axes)
-
-    def _on_device(self, sums: list[int], values: dict[int, Any]) -> list[Any]:
-        env = dict(values)
+    def _on_one(self, sums: list[int], env: dict[int, Any]) -> list[Any]:
+        """The partial sums of one device."""
 
         def of(ref: Any) -> Any:
             if isinstance(ref, Literal):
                 return ref.val
             if ref not in env:
-                env.update(zip(self.maker[ref].outputs, [self._device_value(self.maker[ref], of)]))
+                env[ref] = self._of_own_rows(self.sums.maker[ref], of)
             return env[ref]
 
         return [of(ref) for ref in sums]
 
-    def _device_value(self, node: _Node, of: Callable[[Any], Any]) -> Any:
-        eqn, name = node.eqn, node.eqn.primitive.name
-        if name in PSUMS or name in RESHARDS:
-            return of(node.inputs[0])
-        if name == "scatter-add":
-            aval = self._aval(node.outputs[0])
-            operands = [jnp.zeros(aval.shape, aval.dtype), *map(of, node.inputs[1:])]
-        else:
-            operands = list(map(of, node.inputs))
-        if name in ADDITIONS:
+    def _of_own_rows(self, node: Node, of: Callable[[Any], Any]) -> Any:
+        operands = list(map(of, self.operands.get(node.outputs[0], node.inputs)))
+        if node.eqn is None or node.name in PSUMS or node.name in RESHARDS:
+            return operands[0]
+        if node.name == "scatter-add":
+            aval = self.graph.aval(node.outputs[0])
+            operands = [jnp.zeros(aval.shape, aval.dtype), *operands]
+        if node.name in ADDITIONS:
             # A term that is the same on all devices is counted once, on the first.
-            partial = [self.is_partial(x) for x in node.inputs]
             first = lax.axis_index(tuple(sorted(self.rows.axes))) == 0
             operands = [
-                x if p else jnp.where(first, x, jnp.zeros_like(x))
-                for x, p in zip(operands, partial, strict=True)
+                x if self.sums.is_partial(ref) else jnp.where(first, x, jnp.zeros_like(x))
+                for x, ref in zip(operands, node.inputs, strict=True)
             ]
         if self.rows.mesh is None:
-            missing = [
-                tuple(sorted(self.rows.axes - varying_axes(jax.typeof(x)))) for x in operands
-            ]
-            operands = [
-                lax.pcast(x, axes, to="varying") if axes else x
-                for x, axes in zip(operands, missing, strict=True)
-            ]
-        unsharded = {
-            k: None if k in ("out_sharding", "sharding") else v for k, v in eqn.params.items()
+            operands = [self._varying(x) for x in operands]
+        # The equation's shardings, and its context, are those of all devices together.
+        params = {
+            key: None if key in ("out_sharding", "sharding") else value
+            for key, value in node.eqn.params.items()
         }
-        # Not in the equation's own context: its mesh is that of all devices.
-        return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(unsharded))
+        return node.eqn.primitive.bind(*operands, **node.eqn.primitive.get_bind_params(params))
 
+    def _varying(self, value: Any) -> jax.Array:
+        missing = tuple(sorted(self.rows.axes - varying_axes(jax.typeof(value))))
+        return lax.pcast(value, missing, to="varying") if missing else value
 
-def _read(ref: Any, env: dict[int, Any]) -> Any:
-    return ref.val if isinstance(ref, Literal) else env[ref]
+    # Operations of which a part can be put off.
 
+    def _scattered(self, node: Node) -> tuple[Any, ...] | None:
+        """Indices and updates of the rows where updates of rows are added to zeros: the gradient of a look-up."""
+        if node.name != "scatter-add" or self.rows.mesh is None:
+            return None
+        operand, indices, updates = node.inputs
+        numbers = node.eqn.params["dimension_numbers"]
+        if not self.sums.is_zero(operand) or self.sums.is_split(*node.inputs):
+            return None
+        while updates in self.sums.maker and self.sums.maker[updates].name in RESHARDS:
+            updates = self.sums.maker[updates].inputs[0]
+        aval = self.graph.aval(updates)
+        axes = [i for i in range(len(aval.shape)) if i not in numbers.update_window_dims]
+        if numbers.operand_batching_dims or not self.sums.summed(updates, axes):
+            return None
+        spec = PartitionSpec(*(spec_of(aval)[axis] for axis in axes), None)
+        sharding = NamedSharding(self.rows.mesh, spec)
+        own = self.graph.value(self.graph.aval(indices).update(sharding=sharding))
+        self.nodes.append(Node(None, (indices,), (own,), lambda x: [jax.reshard(x[0], sharding)]))
+        return own, updates
 
-def _keeps_sums(old: Any, new: Any) -> bool:
-    """Whether a conversion is linear: not to integers, nor from complex to real."""
-    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
-    rank = lambda dtype: next((i for i, k in enumerate(kinds) if jnp.issubdtype(dtype, k)), -1)
-    return 0 <= rank(old) <= rank(new)
+    def _scan(self, node: Node) -> list[Node] | None:
+        """A loop inside the microbatch whose sums are put off: partial sums come out, and are then added up."""
+        if node.name != "scan":
+            return None
+        params = node.eqn.params
+        body, consts, carried = params["jaxpr"], params["num_consts"], params["num_carry"]
+        init = node.inputs[consts : consts + carried]
+        summing = [
+            c for c, x in enumerate(init) if self.sums.is_zero(x) and not self.sums.has_rows(x)
+        ]
+        while True:
+            given = [consts + c for c in summing]
+            inner = Program(body, self.rows, self.wrap, given)
+            kept = [c for c in summing if inner.sums.is_partial(inner.outputs[c])]
+            wanted = [c in kept for c in range(carried)] + inner.partial[carried:]
+            if kept == summing and inner.needs_given(wanted):
+                kept = []
+            if kept == summing:
+                break
+            summing = kept
+        if not any(wanted):
+            return None
+        avals = [self.graph.aval(out) for out in node.outputs]
 
+        def run(values: list[Any]) -> list[Any]:
+            start = values[consts : consts + carried]
+            start = [self.rows.zeros(avals[c]) if c in summing else x for c, x in enumerate(start)]
 
-def _spec(aval: Any) -> tuple[Any, ...]:
-    """One entry per array axis: the mesh axes over which it lies."""
-    sharding = getattr(aval, "sharding", None)
-    given = () if sharding is None else tuple(sharding.spec.partitions)
-    return (*given, *(None,) * (len(aval.shape) - len(given)))
+            def advance(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+                out = inner.run([*values[:consts], *carry, *xs], wanted)
+                return out[:carried], out[carried:]
 
+            options = {key: params[key] for key in ("length", "reverse", "unroll")}
+            carry, stacked = lax.scan(advance, start, values[consts + carried :], **options)
+            return [*carry, *stacked]
 
-def _names(entry: Any) -> frozenset[str]:
-    return frozenset((entry,) if isinstance(entry, str) else entry or ())
-
-
-def _without(entry: Any, axes: frozenset[str]) -> Any:
-    names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    return tuple(name for name in names if name not in axes) or None
+        outputs, sums = list(node.outputs), []
+        for i, want in enumerate(wanted):
+            if want:
+                outputs[i] = self.graph.value(avals[i])
+                self.given.add(outputs[i])
+                self.sums.partial.update([outputs[i], node.outputs[i]])
+                add_up = lambda x, aval=avals[i]: [self.rows.added_up(x[0], aval)]
+                sums.append(Node(None, (outputs[i],), (node.outputs[i],), add_up))
+        return [Node(None, node.inputs, tuple(outputs), run), *sums]

@@ -13,7 +13,8 @@ from microbatch.jax._accumulators import SUM, Moment
 from microbatch.jax._convolutions import canonical_convolutions
 from microbatch.jax._derivatives import divided, runs_of
 from microbatch.jax._fold import Arrays, Loop, divisor, fold, moment
-from microbatch.jax._partial_sums import Program, RowAxes
+from microbatch.jax._partial_sums import Program
+from microbatch.jax._row_sums import RowAxes
 from microbatch.jax._rows import explicit_spec, take, varying_axes
 
 Result = tuple[list[Any], list[Any]]
