@@ -1,0 +1,138 @@
+"""Contenders of one workload, timed in turn in one process; medians, spread and ratios.
+
+Machines are noisy and drift, so contenders take turns: every round times each of them once, and ratios are taken
+round by round before their median is.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work.
+
+    Attributes:
+      name: what it is called in the table.
+      run: does the work once and waits until it is done.
+      memory_bytes: peak temporary memory, as the compiler or a tracker of tensors states it; None if unknown.
+      compile_seconds: what it cost to make `run`; None if nothing is compiled.
+      error: largest relative error of the result against float64; None if not measured.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    memory_bytes: int | None = None
+    compile_seconds: float | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A promise about one contender: its `figure` is at most `limit` times that of `against`."""
+
+    contender: str
+    figure: str
+    limit: float
+    against: str
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Contenders for the same work, of which `reference` is what ratios are taken against."""
+
+    name: str
+    title: str
+    reference: str
+    contenders: tuple[Contender, ...]
+    bars: tuple[Bar, ...] = ()
+    rounds: int = 7
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one contender; seconds per run, bytes, and ratios to the reference."""
+
+    name: str
+    ratio: float
+    seconds: float
+    fastest: float
+    slowest: float
+    memory_bytes: int | None
+    memory_ratio: float | None
+    compile_seconds: float | None
+    error: float | None
+    times: tuple[float, ...] = field(repr=False, default=())
+
+
+@dataclass(frozen=True)
+class Result:
+    """One workload's rows, and for each bar what was reached."""
+
+    name: str
+    title: str
+    reference: str
+    rows: tuple[Row, ...]
+    bars: tuple[tuple[Bar, float], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def measure(workload: Workload, progress: Callable[[str], None] = lambda _: None) -> Result:
+    """Times the contenders in turn."""
+    times: dict[str, list[float]] = {c.name: [] for c in workload.contenders}
+    for contender in workload.contenders:
+        progress(f"{workload.name}: {contender.name}, warming up")
+        contender.run()
+    for turn in range(workload.rounds):
+        # Every second round runs backwards: what comes first finds other caches than what comes last.
+        in_turn = workload.contenders if turn % 2 == 0 else workload.contenders[::-1]
+        for contender in in_turn:
+            progress(f"{workload.name}: round {turn + 1} of {workload.rounds}, {contender.name}")
+            start = time.perf_counter()
+            contender.run()
+            times[contender.name].append(time.perf_counter() - start)
+    by_name = {c.name: c for c in workload.contenders}
+    memory = {name: c.memory_bytes for name, c in by_name.items()}
+    rows = tuple(
+        _row(by_name[name], taken, times[workload.reference], memory[workload.reference])
+        for name, taken in times.items()
+    )
+    reached = tuple((bar, _reached(bar, by_name, times)) for bar in workload.bars)
+    return Result(workload.name, workload.title, workload.reference, rows, reached)
+
+
+def _row(
+    contender: Contender, taken: list[float], against: list[float], against_bytes: int | None
+) -> Row:
+    known = contender.memory_bytes is not None and against_bytes
+    return Row(
+        name=contender.name,
+        ratio=_ratio(taken, against),
+        seconds=statistics.median(taken),
+        fastest=min(taken),
+        slowest=max(taken),
+        memory_bytes=contender.memory_bytes,
+        memory_ratio=contender.memory_bytes / against_bytes if known else None,
+        compile_seconds=contender.compile_seconds,
+        error=contender.error,
+        times=tuple(taken),
+    )
+
+
+def _reached(bar: Bar, by_name: dict[str, Contender], times: dict[str, list[float]]) -> float:
+    if bar.figure == "time":
+        return _ratio(times[bar.contender], times[bar.against])
+    mine, other = by_name[bar.contender], by_name[bar.against]
+    attribute = {"memory": "memory_bytes", "compile": "compile_seconds", "error": "error"}
+    name = attribute[bar.figure]
+    return getattr(mine, name) / getattr(other, name)
+
+
+def _ratio(taken: Iterable[float], against: Iterable[float]) -> float:
+    return statistics.median(a / b for a, b in zip(taken, against, strict=True))

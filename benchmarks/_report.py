@@ -1,0 +1,129 @@
+"""Results as a table in the terminal, as Markdown and as a figure."""
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("microbatch", "numpy", "jax", "jaxlib", "optax", "torch", "accelerate", "opacus")
+COLUMNS = ("", "time ratio", "seconds", "fastest … slowest", "MiB", "ratio", "compile s", "error")
+
+
+def print_result(console: Console, result: dict[str, Any]) -> None:
+    """One workload's table, and its bars."""
+    table = Table(title=result["title"], title_justify="left", title_style="bold")
+    for i, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
+    for row in result["rows"]:
+        table.add_row(*_cells(row))
+    console.print(table)
+    for line in _bars(result):
+        console.print("  " + line, highlight=False)
+    console.print()
+
+
+def save(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Merges `results` into the JSON at `path` by name, and writes RESULTS.md and results.svg beside it."""
+    known = json.loads(path.read_text())["results"] if path.exists() else []
+    merged = {result["name"]: result for result in [*known, *results]}
+    everything = list(merged.values())
+    machine = {"machine": _machine(), "versions": _versions(), "results": everything}
+    path.write_text(json.dumps(machine, indent=1) + "\n")
+    (path.parent / "RESULTS.md").write_text(_markdown(everything))
+    _figure(everything, path.with_name("results.svg"))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    number = lambda value, form: "" if value is None else format(value, form)
+    mebibytes = None if row["memory_bytes"] is None else row["memory_bytes"] / 2**20
+    return [
+        row["name"],
+        f"{row['ratio']:.3f}",
+        f"{row['seconds']:.3f}",
+        f"{row['fastest']:.3f} … {row['slowest']:.3f}",
+        number(mebibytes, ".1f"),
+        number(row["memory_ratio"], ".3f"),
+        number(row["compile_seconds"], ".2f"),
+        number(row["error"], ".1e"),
+    ]
+
+
+def _bars(result: dict[str, Any]) -> list[str]:
+    lines = []
+    for bar, reached in result["bars"]:
+        verdict = "reached" if reached <= bar["limit"] else "MISSED"
+        lines.append(
+            f"{verdict}: {bar['figure']} of {bar['contender']} is {reached:.3f} × {bar['against']}'s"
+            f" (bar: {bar['limit']:g})"
+        )
+    return lines
+
+
+def _markdown(results: Sequence[dict[str, Any]]) -> str:
+    parts = [
+        "# Measured",
+        "",
+        "Medians of interleaved rounds in one process; ratios are taken round by round. Memory is peak temporary "
+        "memory: the compiler's figure in JAX, a count of live tensor bytes in PyTorch. Errors are relative to the "
+        "same computation in float64. Written by `python -m benchmarks --save`.",
+        "",
+        f"Machine: {_machine()}.",
+        f"Versions: {', '.join(f'{name} {version}' for name, version in _versions().items())}.",
+        "",
+        "![Time and memory relative to the reference](results.svg)",
+        "",
+    ]
+    for result in results:
+        parts += [f"## {result['title']}", "", f"Reference: {result['reference']}.", ""]
+        parts += ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
+        parts += ["| " + " | ".join(_cells(row)) + " |" for row in result["rows"]]
+        parts += ["", *(f"- {line}" for line in _bars(result)), ""]
+    return "\n".join(parts)
+
+
+def _figure(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Two panels, time and memory relative to the reference, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib.figure import Figure
+
+    labels, times, memory = [], [], []
+    for result in reversed(results):
+        for row in reversed(result["rows"]):
+            labels.append(f"{result['name']}: {row['name']}")
+            times.append(row["ratio"])
+            memory.append(row["memory_ratio"])
+    figure = Figure(figsize=(11, 1.5 + 0.24 * len(labels)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, values, title in ((left, times, "time"), (right, memory, "peak memory")):
+        known = [1.0 if value is None else value for value in values]
+        axes.barh(range(len(labels)), [v - 1 for v in known], left=1, color="#4477aa", height=0.6)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_title(f"{title} relative to the reference")
+        axes.grid(axis="x", alpha=0.3)
+    left.set_yticks(range(len(labels)), labels, fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _machine() -> str:
+    import os
+
+    processor = platform.processor() or platform.machine()
+    return f"{platform.system()}, {processor}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
