@@ -58,7 +58,10 @@ class Accumulator:
     @property
     def takes_weight(self) -> bool:
         """Whether `update` has a parameter ``weight``."""
-        return "weight" in inspect.signature(self.update).parameters
+        try:
+            return "weight" in inspect.signature(self.update).parameters
+        except ValueError:
+            return False  # a builtin without a signature
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """A stream of microbatches gives what the batch would have given, in every front that folds one."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -152,7 +154,7 @@ def test_a_stream_that_broke_off_continues_bit_for_bit(front, after, tmp_path):
 
 def test_a_foreign_checkpoint_is_refused(front, tmp_path, monkeypatch):
     # Time stands still, so that every microbatch is saved.
-    monkeypatch.setattr("microbatch._checkpoint.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("microbatch._checkpoint.time", SimpleNamespace(monotonic=lambda: 0.0))
     x = np.random.default_rng(0).normal(size=(11, 3))
     path = tmp_path / "state"
     scale, other = front.arrays((np.float64(0.3), np.float64(0.4)))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,7 +136,7 @@ def test_ones_own_accumulator_without_weights_needs_equal_rows():
 
 
 def test_ones_own_state_is_saved_with_its_types(tmp_path, monkeypatch):
-    monkeypatch.setattr("microbatch._checkpoint.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("microbatch._checkpoint.time", SimpleNamespace(monotonic=lambda: 0.0))
     own = Accumulator(
         init=lambda spec: {"count": 0, "values": np.zeros(2), "name": "n"},
         update=lambda c, x, i: {
@@ -162,7 +163,7 @@ def test_ones_own_state_is_saved_with_its_types(tmp_path, monkeypatch):
 
 
 def test_a_shorter_stream_than_the_saved_one_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("microbatch._checkpoint.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("microbatch._checkpoint.time", SimpleNamespace(monotonic=lambda: 0.0))
 
     def stream():
         yield (np.ones(2),)
