@@ -52,7 +52,7 @@ def refused(front, error, words, fun, *options, args=None, **keywords):
     assert actual == lines.replace("{axes}", front.axes)
 
 
-def test_a_size_that_does_not_divide(front):
+def test_C7_a_size_that_does_not_divide(front):
     refused(
         front,
         MicrobatchSizeError,
@@ -66,7 +66,7 @@ def test_a_size_that_does_not_divide(front):
     )
 
 
-def test_the_way_out_works_when_pasted(front):
+def test_C7_the_way_out_works_when_pasted(front):
     args = front.arrays((1.0, tokens()))
     for size in (1, 2, 5, 10):
         assert float(front.microbatch(loss, 1, size)(*args)) == 20.0
