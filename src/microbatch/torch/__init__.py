@@ -3,18 +3,25 @@
 from microbatch._accumulation import AccumulationType, Accumulator, Carry
 from microbatch.torch._gradient_accumulation import gradient_accumulation
 from microbatch.torch._microbatch import microbatch, reshape_batch_axis
+from microbatch.torch._per_example import Aux, global_norm, micro_grad, micro_vmap
 from microbatch.torch._planning import plan
+from microbatch.torch._stream import accumulate
 from microbatch.torch._trainer import TrainerMixin
 from microbatch.torch._training import backward, backward_window, value_and_grad, windows
 
 __all__ = [
     "AccumulationType",
     "Accumulator",
+    "Aux",
     "Carry",
     "TrainerMixin",
+    "accumulate",
     "backward",
     "backward_window",
+    "global_norm",
     "gradient_accumulation",
+    "micro_grad",
+    "micro_vmap",
     "microbatch",
     "plan",
     "reshape_batch_axis",

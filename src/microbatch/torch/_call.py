@@ -119,6 +119,7 @@ class Call:
       accumulator: the canonical accumulator tree.
       randomness: what was drawn, to be drawn again.
       options: of the folds.
+      subject: what is searched for modules.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Call:
         schedule: Schedule,
         randomness: Randomness,
         options: FoldOptions,
+        subject: Callable[..., Any],
     ) -> None:
         self.where = where
         self.layout: Layout | None = None
@@ -138,6 +140,7 @@ class Call:
         self.carried: list[Any] = []
         """The states after the last microbatch that ran, in the order of the parts."""
         self._fun = fun
+        self._subject = subject
         self._arguments = arguments
         self._accumulator = accumulator
         self._schedule = schedule
@@ -156,7 +159,7 @@ class Call:
             for _, leaf in leaves_with_paths((self._arguments.args, self._arguments.kwargs))
             if isinstance(leaf, nn.Module)
         ]
-        return discover(self._fun, modules)
+        return discover(self._subject, modules)
 
     def collect(self, found: Found | None) -> None:
         """Finds the flat inputs: rows, arguments and captured tensors that matter, parameters of modules."""

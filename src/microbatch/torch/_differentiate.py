@@ -38,6 +38,8 @@ class Task:
     differentiate: Differentiate
     rng: Any
     allow_row_mixing: bool
+    subject: Callable[..., Any]
+    """What is searched for modules: the user's function."""
 
     def call(self) -> Call:
         """The call's program, still to be collected."""
@@ -49,6 +51,7 @@ class Task:
             self.schedule,
             Randomness(self.where, self.rng),
             self.options,
+            self.subject,
         )
 
 
@@ -387,6 +390,7 @@ def _one_microbatch(task: Task, args: tuple[Any, ...], kwargs: dict[str, Any], s
         "recompute",
         task.rng,
         True,
+        task.subject,
     )
 
 

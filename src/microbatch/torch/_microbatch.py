@@ -1,9 +1,10 @@
 """The transformation of the PyTorch front."""
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from microbatch._outputs import canonical
 from microbatch._splitting import Order, Remainder, Split, make_split
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._accumulators import FoldOptions, Step
-from microbatch.torch._batch import Batch
+from microbatch.torch._batch import NOT_SPLIT, Batch
 from microbatch.torch._call import Arguments, arguments_of
 from microbatch.torch._differentiate import (
     DIFFERENTIATE,
@@ -144,74 +145,34 @@ def microbatch(
     if microbatch_size is None and num_microbatches is None:
         return fun
     where = f"microbatch({name_of(fun)})"
-    numbers, names = as_argnums(where, argnums), as_argnames(where, argnames)
-    signature = signature_of(fun.forward if isinstance(fun, nn.Module) else fun)
-    check_declared(where, signature, numbers, names)
-    auto = microbatch_size == "auto" if isinstance(microbatch_size, str) else False
-    size = None
-    if microbatch_size is not None and not auto:
-        size = check_size(where, "microbatch_size", microbatch_size)
-    count = None
-    if num_microbatches is not None:
-        count = check_size(where, "num_microbatches", num_microbatches)
-        if microbatch_size is not None:
-            raise MicrobatchSizeError(
-                f"{where}: microbatch_size={microbatch_size!r} and num_microbatches={num_microbatches} are both given.\n"
-                "Give one of them, and None for microbatch_size with num_microbatches."
-            )
-    kinds = canonical(where, accumulator)
-    limit = _checked_limit(where, num_real_microbatches)
-    check_choice(where, "order", order, ("strided", "contiguous"))
-    check_choice(where, "remainder", remainder, ("error", "allow"))
-    check_choice(where, "differentiate", differentiate, DIFFERENTIATE)
-    _check_dtype(where, accumulator_dtype)
-    Randomness(where, rng)
+    settings = Settings(
+        where=where,
+        signature=signature_of(fun.forward if isinstance(fun, nn.Module) else fun),
+        argnums=as_argnums(where, argnums),
+        argnames=as_argnames(where, argnames),
+        in_dims=in_dims,
+        microbatch_size=microbatch_size,
+        num_microbatches=num_microbatches,
+        limit=num_real_microbatches,
+        accumulator=accumulator,
+        order=order,
+        remainder=remainder,
+        weight_fn=weight_fn,
+        accumulator_dtype=accumulator_dtype,
+        rng=rng,
+        differentiate=differentiate,
+        allow_row_mixing=allow_row_mixing,
+        memory_budget=memory_budget,
+    )
+    check_declared(where, settings.signature, settings.argnums, settings.argnames)
+    settings = checked(settings)
 
-    @functools.wraps(fun)
     def microbatched(*args: Any, **kwargs: Any) -> Any:
-        slots = locate(where, signature, numbers, names, args, kwargs)
-        dims = per_argument(where, "in_dims", in_dims, slots)
-        arguments = arguments_of(where, slots, dims, args, kwargs)
-        chosen = size
-        if auto or memory_budget is not None:
-            chosen = _resolved(
-                microbatch_size,
-                where,
-                fun,
-                arguments,
-                kinds,
-                memory_budget,
-                remainder,
-                accumulator_dtype,
-            )
-        split = make_split(
-            arguments.batch_size,
-            chosen,
-            count,
-            order=order,
-            remainder=remainder,
-            subject=arguments.subject,
-        )
-        schedule = _schedule(where, split, arguments, weight_fn, limit)
-        options = FoldOptions(
-            where,
-            split,
-            accumulator_dtype,
-            weighted=weight_fn is not None,
-            complete=schedule.complete,
-        )
-        task = Task(
-            where, fun, arguments, kinds, schedule, options, differentiate, rng, allow_row_mixing
-        )
-        if split.num_microbatches == 1 and schedule.complete:
-            refuse_row_mixing(task)
-            return alone(task, fun(*args, **kwargs))
-        return evaluate(task)
+        return run(fun, settings, args, kwargs)
 
     # Python's own names of `fun` are kept; a module's state is not copied into a function.
-    if isinstance(fun, nn.Module):
-        microbatched.__dict__.clear()
-    return microbatched
+    updated = () if isinstance(fun, nn.Module) else functools.WRAPPER_UPDATES
+    return functools.update_wrapper(microbatched, fun, updated=updated)
 
 
 def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
@@ -254,6 +215,102 @@ def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
         return leaf.reshape(shape).transpose(at, at + 1)
 
     return map_leaves(split_leaf, tree)
+
+
+class Settings(NamedTuple):
+    """What `microbatch` was asked for; see there."""
+
+    where: str
+    signature: inspect.Signature | None
+    argnums: tuple[int, ...]
+    argnames: tuple[str, ...]
+    in_dims: Any
+    microbatch_size: Any
+    num_microbatches: int | None
+    limit: Any
+    accumulator: Any
+    order: Order
+    remainder: Remainder
+    weight_fn: Callable[..., Any] | None
+    accumulator_dtype: torch.dtype | None
+    rng: Any
+    differentiate: Differentiate
+    allow_row_mixing: bool = False
+    memory_budget: int | str | None = None
+
+
+def checked(settings: Settings) -> Settings:
+    """The settings in this library's own types, or an error that names what is wrong."""
+    where, size, count = settings.where, settings.microbatch_size, settings.num_microbatches
+    if size is not None and not (isinstance(size, str) and size == "auto"):
+        size = check_size(where, "microbatch_size", size)
+    if count is not None:
+        count = check_size(where, "num_microbatches", count)
+        if size is not None:
+            raise MicrobatchSizeError(
+                f"{where}: microbatch_size={size!r} and num_microbatches={count} are both given.\n"
+                "Give one of them, and None for microbatch_size with num_microbatches."
+            )
+    _check_limit(where, settings.limit)
+    check_choice(where, "order", settings.order, ("strided", "contiguous"))
+    check_choice(where, "remainder", settings.remainder, ("error", "allow"))
+    check_choice(where, "differentiate", settings.differentiate, DIFFERENTIATE)
+    check_dtype(where, settings.accumulator_dtype)
+    Randomness(where, settings.rng)
+    return settings._replace(
+        microbatch_size=size,
+        num_microbatches=count,
+        accumulator=canonical(where, settings.accumulator),
+    )
+
+
+def run(
+    fun: Callable[..., Any],
+    settings: Settings,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    subject: Callable[..., Any] | None = None,
+) -> Any:
+    """One call of a microbatched function; `subject` is what the user knows of `fun`, where that is less."""
+    where = settings.where
+    slots = locate(where, settings.signature, settings.argnums, settings.argnames, args, kwargs)
+    dims = per_argument(where, "in_dims", settings.in_dims, slots)
+    arguments = arguments_of(where, slots, dims, args, kwargs)
+    size = settings.microbatch_size
+    if isinstance(size, str) or settings.memory_budget is not None:
+        size = _resolved(settings, fun, arguments)
+    split = make_split(
+        arguments.batch_size,
+        size,
+        settings.num_microbatches,
+        order=settings.order,
+        remainder=settings.remainder,
+        subject=arguments.subject,
+    )
+    schedule = _schedule(where, split, arguments, settings.weight_fn, settings.limit)
+    options = FoldOptions(
+        where,
+        split,
+        settings.accumulator_dtype,
+        weighted=settings.weight_fn is not None,
+        complete=schedule.complete,
+    )
+    task = Task(
+        where,
+        fun,
+        arguments,
+        settings.accumulator,
+        schedule,
+        options,
+        settings.differentiate,
+        settings.rng,
+        settings.allow_row_mixing,
+        subject or fun,
+    )
+    if split.num_microbatches == 1 and schedule.complete:
+        refuse_row_mixing(task)
+        return alone(task, fun(*args, **kwargs))
+    return evaluate(task)
 
 
 def _schedule(
@@ -319,16 +376,7 @@ def _read_weights(
     return [next(read) if isinstance(weight, torch.Tensor) else weight for weight in found]
 
 
-def _resolved(
-    microbatch_size: Any,
-    where: str,
-    fun: Callable[..., Any],
-    arguments: Arguments,
-    kinds: Any,
-    memory_budget: int | str | None,
-    remainder: Remainder,
-    accumulator_dtype: torch.dtype | None,
-) -> Any:
+def _resolved(settings: Settings, fun: Callable[..., Any], arguments: Arguments) -> Any:
     """The size that a plan finds for ``microbatch_size="auto"``."""
     axes: dict[int | str, dict[int, int]] = {}
     for rows in arguments.rows:
@@ -341,38 +389,39 @@ def _resolved(
 
     def dims_of(key: int | str, value: Any) -> Any:
         numbers = iter(range(1 << 62))
-        return map_leaves(lambda _: axes.get(key, {}).get(next(numbers), -1), value)
+        return map_leaves(lambda _: axes.get(key, {}).get(next(numbers), NOT_SPLIT), value)
 
     keys = (*range(count), *names)
     values = (*arguments.args, *arguments.kwargs.values())
     dims = tuple(dims_of(key, value) for key, value in zip(keys, values, strict=True))
     return resolve_auto(
-        microbatch_size,
-        where,
+        settings.microbatch_size,
+        settings.where,
         positional if names else fun,
         Batch(values, dims, arguments.batch_size),
-        memory_budget=memory_budget,
-        concat=as_accumulator(kinds) is AccumulationType.CONCAT,
-        remainder=remainder,
-        accumulator_dtype=accumulator_dtype,
+        memory_budget=settings.memory_budget,
+        concat=as_accumulator(settings.accumulator) is AccumulationType.CONCAT,
+        remainder=settings.remainder,
+        accumulator_dtype=settings.accumulator_dtype,
     )
 
 
-def _checked_limit(where: str, limit: Any) -> Any:
+def _check_limit(where: str, limit: Any) -> None:
     if limit is None:
-        return None
+        return
     is_count = (
         isinstance(limit, torch.Tensor) and limit.numel() == 1 and not limit.is_floating_point()
     )
     if is_count or (hasattr(limit, "__index__") and not isinstance(limit, bool | torch.Tensor)):
-        return limit
+        return
     raise MicrobatchSizeError(
         f"{where}: num_real_microbatches={limit!r} is not an integer.\n"
         "Use an int, or a tensor of one integer; it is clamped to 0 … the number of microbatches."
     )
 
 
-def _check_dtype(where: str, dtype: Any) -> None:
+def check_dtype(where: str, dtype: Any) -> None:
+    """Refuses what is not a floating dtype."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return
     raise MicrobatchError(

@@ -40,7 +40,7 @@ class Randomness:
                 source.set_state(state)
             yield
             return
-        before = [(source, source.get_state()) for source in self._sources()]
+        before = [(source, source.get_state()) for source in (*sources(), *self._generators)]
         yield
         # A device that this microbatch was the first to use has no state from before it; its seed is not known here.
         self._states[index] = [
@@ -60,12 +60,10 @@ class Randomness:
             for source, state in before:
                 source.set_state(state)
 
-    def _sources(self) -> Sequence[Any]:
-        return (_default_generator(), *_accelerator_generators(), *self._generators)
 
-
-def _default_generator() -> torch.Generator:
-    return torch.default_generator
+def sources() -> Sequence[Any]:
+    """The default generators of the host and of the accelerator's devices."""
+    return (torch.default_generator, *_accelerator_generators())
 
 
 def _accelerator_generators() -> Sequence["_DeviceGenerator"]:

@@ -1,0 +1,467 @@
+"""`accumulate` in PyTorch: a fold over microbatches that arrive one after another."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from microbatch._accumulation import MEANS, AccumulationType, Accumulator, Carry
+from microbatch._checkpoint import (
+    Checkpoint,
+    Progress,
+    function_words,
+    leaves_digest,
+    leaves_words,
+)
+from microbatch._checks import name_of
+from microbatch._errors import AccumulatorError, BatchError, EmptyStream, MicrobatchError
+from microbatch._outputs import Part, canonical, check_can_weigh
+from microbatch._splitting import Split
+from microbatch._trees import leaves_with_paths, map_leaves
+from microbatch.torch._accumulators import (
+    Fold,
+    FoldOptions,
+    Layout,
+    Step,
+    dtype_name,
+    make_fold,
+    output_rows,
+    refuse_change,
+)
+from microbatch.torch._internals import transforms_active
+from microbatch.torch._microbatch import check_dtype
+from microbatch.torch._randomness import sources
+
+
+def accumulate(
+    fun: Callable[..., Any],
+    accumulator: Any = AccumulationType.SUM,
+    *,
+    weight_fn: Callable[..., Any] | None = None,
+    accumulator_dtype: torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """Folds `fun` over a stream of microbatches, so that the batch never exists in memory.
+
+    The function returned by ``accumulate(fun, accumulator)`` is equivalent to::
+
+        def accumulated(*args, microbatches):
+            carry = init(typeof(fun(*args, *first)))
+            for i, microbatch in enumerate(microbatches):
+                carry = update(carry, fun(*args, *microbatch).detach(), i)
+            return finalize(carry)
+
+    Args:
+      fun: called as ``fun(*args, *microbatch)``; a microbatch's tensors are ``[m, ...]`` with m rows, which may differ
+        between microbatches. It may compute gradients itself (`value_and_grad`); its outputs are detached.
+      accumulator: how the outputs combine: one kind, or a tree of kinds that is a prefix of the output. A `Carry`
+        names one of `args`.
+      weight_fn: maps the arguments of `fun` to the microbatch's weight in MEAN and RUNNING_MEAN, in any unit (rows,
+        valid tokens). Default: rows. A microbatch of weight 0 is skipped.
+      accumulator_dtype: holds sums and means in this dtype. Default: float32 for float16 and bfloat16, the output's
+        own dtype for others. The result has the output's dtype.
+
+    Returns:
+      A function of ``*args`` and the keywords
+
+      - `microbatches`: an iterable that is consumed once; each element is a tuple or list of arguments, or a single
+        argument that is neither. Progress is its business: ``microbatches=tqdm(loader)``.
+      - `checkpoint`: a file in which the state and PyTorch's random state are saved as the stream goes by (at most a
+        twentieth of the time is spent on it) and which is deleted at the end. A killed run that is started again with
+        the same stream reads past what is in the file and continues, bit for bit. Needs safetensors.
+
+      CONCAT gives tensors in the host's memory: the memory of the device does not depend on the stream's length.
+
+    Raises:
+      EmptyStream: the iterable had no element, so that not even the shapes of the result are known.
+      BatchError: rows are to be counted and a microbatch has none, or unequal ones.
+      AccumulatorError: as for `microbatch`.
+      CheckpointError: the file belongs to another function, other arguments, or another tree, dtype or size of
+        microbatches.
+
+    ================  ================================================================
+    stream            result
+    ================  ================================================================
+    one element       ``fun(*args, *element)``, bit for bit
+    total weight 0    zeros, never NaN; `fun` runs once for the shapes
+    weight 0          skipped; its CONCAT rows are zeros
+    a NaN output      NaN, as the whole batch would give
+    a scalar, CONCAT  ``[number of microbatches]``
+    ================  ================================================================
+
+    >>> stream = [(torch.tensor([1.0, 2.0]),), (torch.tensor([6.0]),)]
+    >>> mean = accumulate(lambda scale, x: scale * x.mean(), AccumulationType.MEAN)
+    >>> mean(10.0, microbatches=stream).item()
+    30.0
+    """
+    where = f"accumulate({name_of(fun)})"
+    check_dtype(where, accumulator_dtype)
+    settings = _Settings(where, fun, canonical(where, accumulator), weight_fn, accumulator_dtype)
+
+    def accumulated(
+        *args: Any,
+        microbatches: Iterable[Any],
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        if transforms_active():
+            raise MicrobatchError(
+                f"{where}: a stream cannot be followed by transformations of torch.func.\n"
+                "Transform the function that is given to accumulate, or use microbatch."
+            )
+        return _run(settings, args, microbatches, checkpoint)
+
+    return accumulated
+
+
+class _Settings(NamedTuple):
+    """The arguments of `accumulate`, checked."""
+
+    where: str
+    fun: Callable[..., Any]
+    accumulator: Any
+    weight_fn: Callable[..., Any] | None
+    accumulator_dtype: torch.dtype | None
+
+
+def _run(
+    settings: _Settings,
+    args: tuple[Any, ...],
+    microbatches: Iterable[Any],
+    path: str | os.PathLike[str] | None,
+) -> Any:
+    stream = _Stream(settings, args)
+    checkpoint: Checkpoint | None = None
+    saved: Progress | None = None
+    for microbatch in map(_as_arguments, microbatches):
+        if path is not None and checkpoint is None:
+            checkpoint = Checkpoint(path, settings.where, _identity(settings, args, microbatch))
+            saved = stream.resume(checkpoint, microbatch)
+        if saved is not None and stream.position < saved.position:
+            stream.pass_over(microbatch)
+        else:
+            stream.check_same(checkpoint, saved)
+            stream.add(microbatch)
+            if checkpoint is not None and stream.started:
+                checkpoint.save(stream.progress)
+        # Released before the iterable makes the next one.
+        del microbatch
+    stream.check_same(checkpoint, saved)
+    result = stream.result()
+    if checkpoint is not None:
+        checkpoint.remove()
+    return result
+
+
+class _Stream:
+    """One call: where it is in the stream, and what it holds."""
+
+    def __init__(self, settings: _Settings, args: tuple[Any, ...]) -> None:
+        self.position = 0
+        self._settings = settings
+        self._args = list(args)
+        self._rows_read = 0
+        self._first_rows: int | None = None
+        self._first_weight: Any = None
+        self._total: float = 0
+        self._layout: Layout | None = None
+        self._folds: list[Fold] = []
+        self._carries: list[Any] = []
+        self._skipped: list[int] = []
+        self._output_words = ""
+        self._unrun: tuple[Any, ...] | None = None
+        for entry in _entries(settings.accumulator):
+            if isinstance(entry, Carry) and not 0 <= entry.argnum < len(args):
+                raise AccumulatorError(
+                    f"{settings.where}: Carry({entry.argnum}) names no argument; the call has {len(args)} "
+                    "before the microbatch's.\n"
+                    "Number the arguments given before microbatches= from 0."
+                )
+
+    @property
+    def started(self) -> bool:
+        """Whether an output is in the folds."""
+        return self._layout is not None
+
+    def add(self, microbatch: tuple[Any, ...]) -> None:
+        """Evaluates the next microbatch and folds its output in, or skips it where its weight is 0."""
+        rows = self._read(microbatch)
+        own_weight = self._weight(microbatch, rows)
+        if own_weight == 0:
+            self._skip(rows or 0)
+            # One is kept: if none has a weight, it is run for the shapes of the result.
+            self._unrun = self._unrun or microbatch
+        else:
+            self._fold_in(_detached(self._settings.fun(*self._args, *microbatch)), rows, own_weight)
+        self.position += 1
+
+    def pass_over(self, microbatch: tuple[Any, ...]) -> None:
+        """Reads past a microbatch that the checkpoint holds already."""
+        self._read(microbatch)
+        self.position += 1
+
+    def check_same(self, checkpoint: Checkpoint | None, saved: Progress | None) -> None:
+        """Where the stream stands at what the checkpoint holds, or ended before it: as many rows as then."""
+        if checkpoint is None or saved is None or self.position > saved.position:
+            return
+        was = f"{saved.numbers['rows_read']} rows in {saved.position} microbatches"
+        checkpoint.check("stream", was, f"{self._rows_read} rows in {self.position} microbatches")
+        for i, source in enumerate(sources()):
+            if f"random.{i}" in saved.arrays:
+                source.set_state(torch.from_numpy(saved.arrays[f"random.{i}"].copy()))
+
+    def result(self) -> Any:
+        """What the folds make of the stream."""
+        if self.position == 0:
+            raise EmptyStream(
+                f"{self._settings.where}: microbatches had no element, so not even the shapes of "
+                "the result are known.\n"
+                "Give at least one; an iterator can be read only once."
+            )
+        if self._layout is None:
+            assert self._unrun is not None
+            self._start(self._run_aside(self._unrun), self._first_rows)
+        assert self._layout is not None
+        with torch.no_grad():
+            return self._layout.assemble(
+                [
+                    fold.finalize(carry, self._total)
+                    for fold, carry in zip(self._folds, self._carries)
+                ]
+            )
+
+    def progress(self) -> Progress:
+        """The state, as a checkpoint holds it."""
+        arrays: dict[str, np.ndarray] = {}
+        types: dict[str, str] = {}
+        assert self._layout is not None
+        for i, (part, fold) in enumerate(zip(self._layout.parts, self._folds, strict=True)):
+            if part.accumulator is AccumulationType.CONCAT:
+                self._carries[i] = [fold.finalize(self._carries[i], None)]
+            carry = self._carries[i]
+            for j, (_, leaf) in enumerate(leaves_with_paths(carry)):
+                types[f"{i}.{j}"], arrays[f"{i}.{j}"] = _as_array(leaf)
+        for i, source in enumerate(sources()):
+            arrays[f"random.{i}"] = source.get_state().numpy()
+        numbers = {
+            "rows_read": self._rows_read,
+            "total": self._total,
+            "first_weight": self._first_weight,
+            "output": self._output_words,
+            "types": types,
+        }
+        return Progress(self.position, numbers, arrays)
+
+    def resume(self, checkpoint: Checkpoint, microbatch: tuple[Any, ...]) -> Progress | None:
+        """Takes the state of the file, if there is one.
+
+        The structure of the state is that of an output, so `fun` runs once and its output is thrown away.
+        """
+        saved = checkpoint.load()
+        if saved is None:
+            return None
+        self._start(self._run_aside(microbatch), _rows_of(microbatch))
+        numbers, types = saved.numbers, saved.numbers["types"]
+        checkpoint.check("output", numbers["output"], self._output_words)
+        self._total, self._first_weight = numbers["total"], numbers["first_weight"]
+        assert self._layout is not None
+        for i, (part, carry) in enumerate(zip(self._layout.parts, self._carries, strict=True)):
+            names = [name for name in types if name.startswith(f"{i}.")]
+            leaves = [_as_leaf(types[name], saved.arrays[name]) for name in names]
+            if part.accumulator is AccumulationType.CONCAT:
+                self._carries[i] = leaves
+                continue
+            like = [leaf for _, leaf in leaves_with_paths(carry)]
+            placed = iter([_beside(leaf, old) for leaf, old in zip(leaves, like, strict=True)])
+            self._carries[i] = map_leaves(lambda _: next(placed), carry)
+            if isinstance(part.accumulator, Carry):
+                self._args[part.accumulator.argnum] = self._carries[i]
+        return saved
+
+    def _start(self, output: Any, rows: int | None) -> None:
+        settings = self._settings
+        self._output_words = leaves_words(leaves_with_paths(output, "output"))
+        self._layout = Layout.of(settings.where, settings.accumulator, output)
+        split = Split(1, 1)
+        options = FoldOptions(settings.where, split, settings.accumulator_dtype, weighted=True)
+        for part in self._layout.parts:
+            is_concat = part.accumulator is AccumulationType.CONCAT
+            fold = (
+                _host_rows(settings.where, part, rows or 0)
+                if is_concat
+                else make_fold(part, options, rows or 0)
+            )
+            carry = fold.init()
+            if isinstance(part.accumulator, Carry):
+                carry = self._args[part.accumulator.argnum]
+            if is_concat:
+                carry += [_zero_rows(part, rows or 0, skipped) for skipped in self._skipped]
+            self._folds.append(fold)
+            self._carries.append(carry)
+        self._unrun = None
+
+    def _skip(self, rows: int) -> None:
+        if self._layout is None:
+            self._skipped.append(rows)
+            return
+        for i, part in enumerate(self._layout.parts):
+            if part.accumulator is AccumulationType.CONCAT:
+                self._carries[i].append(_zero_rows(part, self._first_rows or 0, rows))
+
+    def _fold_in(self, output: Any, rows: int | None, own_weight: Any) -> None:
+        if self._layout is None:
+            self._start(output, rows)
+        assert self._layout is not None
+        if self._first_weight is None:
+            self._first_weight = own_weight
+        # Relative to the first weight, so that a stream of one element is that element's output.
+        same = own_weight == self._first_weight
+        weight = None if same else own_weight / self._first_weight
+        values = self._layout.flatten(output)
+        with torch.no_grad():
+            for i, (part, fold) in enumerate(zip(self._layout.parts, self._folds, strict=True)):
+                # An accumulator of one's own is given the weight itself.
+                given = own_weight if isinstance(part.accumulator, Accumulator) else weight
+                step = Step(self.position, rows or 0, given, self._total, first=self._total == 0)
+                self._carries[i] = fold.update(self._carries[i], values[i], step)
+                if isinstance(part.accumulator, Carry):
+                    self._args[part.accumulator.argnum] = self._carries[i]
+        self._total += 1 if weight is None else weight
+
+    def _read(self, microbatch: tuple[Any, ...]) -> int | None:
+        """The rows of the next microbatch."""
+        rows = _rows_of(microbatch)
+        if self.position == 0:
+            self._first_rows = rows
+        elif rows != self._first_rows:
+            for entry in _entries(self._settings.accumulator):
+                if isinstance(entry, Accumulator):
+                    check_can_weigh(self._settings.where, entry, "output")
+        self._rows_read += rows or 0
+        return rows
+
+    def _weight(self, microbatch: tuple[Any, ...], rows: int | None) -> Any:
+        settings = self._settings
+        if settings.weight_fn is not None:
+            weight = settings.weight_fn(*self._args, *microbatch)
+            return weight.item() if isinstance(weight, torch.Tensor) else weight
+        if rows is not None:
+            return rows
+        if any(entry in MEANS for entry in _entries(settings.accumulator)):
+            raise BatchError(
+                f"{settings.where}: microbatch {self.position} has no rows that could be counted "
+                f"({leaves_words(leaves_with_paths(microbatch, 'microbatch'))}).\n"
+                "Give tensors with equally many rows on their first dimension, or weight_fn=."
+            )
+        return 1
+
+    def _run_aside(self, microbatch: tuple[Any, ...]) -> Any:
+        """An output of which only the types matter; nothing that it draws is missing later."""
+        before = [(source, source.get_state()) for source in sources()]
+        try:
+            return _detached(self._settings.fun(*self._args, *microbatch))
+        finally:
+            for source, state in before:
+                source.set_state(state)
+
+
+def _host_rows(where: str, part: Part, rows: int) -> Fold:
+    """CONCAT of one leaf over a stream of unknown length, in the host's memory."""
+    spec = part.value
+
+    def update(pieces: list[torch.Tensor], value: torch.Tensor, step: Step) -> list[torch.Tensor]:
+        if value.shape[1:] != spec.shape[1:] or value.ndim != spec.ndim:
+            refuse_change(where, part.accumulator, part.path, step.index, spec, value)
+        # A copy: the function may hand out a view of a buffer that the next microbatch overwrites.
+        piece = value.to("cpu", copy=True)
+        pieces.append(piece if piece.ndim else piece.unsqueeze(0))
+        return pieces
+
+    def finalize(pieces: list[torch.Tensor], total: Any) -> torch.Tensor:
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else _zero_rows(part, rows, 0)
+
+    return Fold(init=list, update=update, finalize=finalize)
+
+
+def _zero_rows(part: Part, rows: int, count: int) -> torch.Tensor:
+    spec = part.value
+    shape = (output_rows(spec.shape[0], rows)(count), *spec.shape[1:]) if spec.ndim else (1,)
+    return torch.zeros(shape, dtype=spec.dtype)
+
+
+def _as_arguments(element: Any) -> tuple[Any, ...]:
+    return tuple(element) if isinstance(element, tuple | list) else (element,)
+
+
+def _rows_of(microbatch: tuple[Any, ...]) -> int | None:
+    """The common length of the first dimensions, None where there is none or they differ."""
+    leaves = [leaf for _, leaf in leaves_with_paths(microbatch)]
+    rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _detached(output: Any) -> Any:
+    return map_leaves(
+        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output
+    )
+
+
+def _entries(accumulator: Any) -> list[Any]:
+    return [entry for _, entry in leaves_with_paths(accumulator)]
+
+
+def _as_array(leaf: Any) -> tuple[str, np.ndarray]:
+    """A leaf of the state for the file; dtypes that NumPy lacks as their bytes."""
+    if not isinstance(leaf, torch.Tensor):
+        return "python", np.asarray(leaf)
+    host = leaf.detach().cpu().contiguous()
+    try:
+        return "tensor", host.numpy()
+    except TypeError:
+        shape = ",".join(map(str, host.shape))
+        return f"{dtype_name(host.dtype)} {shape}", host.reshape(-1).view(torch.uint8).numpy()
+
+
+def _as_leaf(kind: str, array: np.ndarray) -> Any:
+    if kind == "python":
+        return array.item()
+    tensor = torch.from_numpy(np.array(array))
+    if kind == "tensor":
+        return tensor
+    dtype, _, shape = kind.partition(" ")
+    return tensor.view(getattr(torch, dtype)).reshape([int(n) for n in shape.split(",") if n])
+
+
+def _beside(leaf: Any, old: Any) -> Any:
+    """`leaf` on the device of the one in whose place it comes."""
+    both = isinstance(leaf, torch.Tensor) and isinstance(old, torch.Tensor)
+    return leaf.to(old.device) if both else leaf
+
+
+def _identity(
+    settings: _Settings, args: tuple[Any, ...], microbatch: tuple[Any, ...]
+) -> dict[str, str]:
+    """What a checkpoint belongs to."""
+    held = map_leaves(lambda x: dict(x.state_dict()) if isinstance(x, nn.Module) else x, args)
+    hosted = map_leaves(lambda x: _as_array(x)[1] if isinstance(x, torch.Tensor) else x, held)
+    return {
+        "function": function_words(settings.fun),
+        "accumulator": ", ".join(
+            f"{path or 'output'}: {_accumulator_words(entry)}"
+            for path, entry in leaves_with_paths(settings.accumulator)
+        ),
+        "weight_fn": "rows" if settings.weight_fn is None else function_words(settings.weight_fn),
+        "accumulator_dtype": str(settings.accumulator_dtype),
+        "set of arguments": leaves_digest(leaves_with_paths(hosted, "args")),
+        "microbatch": leaves_words(leaves_with_paths(microbatch, "microbatch")),
+    }
+
+
+def _accumulator_words(entry: Any) -> str:
+    if isinstance(entry, Accumulator):
+        parts = (entry.init, entry.update, entry.finalize)
+        return f"Accumulator({', '.join(map(function_words, parts))})"
+    return entry.name if isinstance(entry, AccumulationType) else repr(entry)
