@@ -356,13 +356,15 @@ def _on_examples(
 
     how = jax.tree.map(functools.partial(_aggregation, weights), kinds)
     is_vmap = spec.vmap_fn is jax.vmap or getattr(spec.vmap_fn, "func", None) is jax.vmap
+    # Collectives over the examples need the axis that only a real vmap has.
+    is_named = "axis_name" in getattr(spec.vmap_fn, "keywords", {})
     out = evaluate(
         example,
         (rows, args, kwargs),
         (None if rows is None else 0, in_axes, 0),
         aggregate=how,
         weight=weights,
-        engine=spec.engine if is_vmap else "vmap",
+        engine=spec.engine if is_vmap and not is_named else "vmap",
         vmap_fn=spec.vmap_fn if is_vmap else lambda f, in_axes: spec.vmap_fn(f, in_axes, 0),
     )
     if weights is not None:

@@ -1,0 +1,238 @@
+"""`micro_vmap` and `micro_grad`: a vmap that fits, and per-example gradients, against `jax.vmap` itself."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from microbatch import AccumulationType as Kind
+from microbatch import AccumulatorError, BatchError
+from microbatch.jax import Accumulator, Carry, micro_grad, micro_vmap
+
+X = jax.random.normal(jax.random.key(0), (12, 5))
+Y = jax.random.normal(jax.random.key(1), (12, 3))
+W = [
+    jax.random.normal(jax.random.key(2), (5, 7)),
+    jax.random.normal(jax.random.key(3), (7, 3)),
+]
+ENGINES = ("vmap", "auto", "factored")
+STACKED = ["SUM", "MEAN", "CONCAT", "MAX", "MIN", "LAST", "RUNNING_MEAN"]
+
+
+def loss(w, x, y):
+    return jnp.mean((jnp.tanh(x @ w[0]) @ w[1] - y) ** 2)
+
+
+def assert_close(got, wanted, rtol=3e-5, atol=1e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, wanted)
+
+
+def reduced(kind, stacked):
+    match kind:
+        case "SUM":
+            return stacked.sum(0)
+        case "MEAN" | "RUNNING_MEAN":
+            return stacked.mean(0)
+        case "MAX":
+            return stacked.max(0)
+        case "MIN":
+            return stacked.min(0)
+        case "LAST":
+            return stacked[-1]
+    return stacked
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [None, 1, 4, 5, 12])
+def test_every_accumulator_combines_the_examples_of_a_vmap(size, engine):
+    fun = lambda w, x: jnp.tanh(x @ w)
+    stacked = jax.vmap(fun, (None, 0))(W[0], X)
+    everything = lambda w, x: dict.fromkeys(STACKED, fun(w, x))
+    mapped = micro_vmap(
+        everything,
+        (None, 0),
+        microbatch_size=size,
+        remainder="allow",
+        accumulator={name: Kind[name] for name in STACKED},
+        engine=engine,
+    )
+    got = jax.jit(mapped)(W[0], X)
+    assert_close(got, {name: reduced(name, stacked) for name in STACKED})
+
+
+def test_in_axes_and_out_axes_are_those_of_vmap():
+    fun = lambda p, x, s: p["w"] * x + s
+    p, x = {"w": jnp.arange(3.0), "b": jnp.arange(6.0)}, jnp.arange(18.0).reshape(3, 6)
+    axes = ({"w": None, "b": 0}, 1, None)
+    wanted = jax.vmap(fun, axes, 1)(p, x, 2.0)
+    got = micro_vmap(fun, axes, 1, microbatch_size=2)(p, x, 2.0)
+    assert_close(got, wanted)
+    assert_close(
+        micro_vmap(lambda x, y: x * y, microbatch_size=3)(jnp.arange(6), jnp.arange(6)),
+        jnp.arange(6) ** 2,
+    )
+
+
+def test_keyword_arguments_are_mapped_over_axis_0():
+    fun = lambda x, *, scale: x * scale
+    got = micro_vmap(fun, microbatch_size=3)(X[:, 0], scale=jnp.arange(12.0))
+    assert_close(got, X[:, 0] * jnp.arange(12.0))
+
+
+def test_another_mapping_function_runs_as_given():
+    calls = []
+
+    def loop(fun, in_axes, out_axes):
+        def mapped(*args):
+            calls.append(len(args))
+            return jax.vmap(fun, in_axes, out_axes)(*args)
+
+        return mapped
+
+    got = micro_vmap(lambda x: x**2, microbatch_size=3, vmap_fn=loop)(jnp.arange(6))
+    assert got.tolist() == [0, 1, 4, 9, 16, 25]
+    assert calls
+    named = functools.partial(jax.vmap, axis_name="examples")
+    got = micro_vmap(lambda x: x - jax.lax.pmean(x, "examples"), vmap_fn=named)(jnp.arange(4.0))
+    assert_close(got, jnp.arange(4.0) - 1.5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_example_that_can_be_checked_by_hand(engine):
+    def half_square(params, features, targets):
+        return 0.5 * jnp.mean((features @ params - targets) ** 2)
+
+    gradients = micro_grad(
+        half_square,
+        batch_argnums=(1, 2),
+        accumulator=Kind.MEAN,
+        transform_fn=lambda g: (g, g**2),
+        metrics_fn=jnp.linalg.norm,
+        microbatch_size=2,
+        engine=engine,
+    )
+    (mean, square), aux = gradients(jnp.zeros(1), jnp.ones((4, 1)), jnp.array([0.0, 2, 4, 6]))
+    assert mean.tolist() == [-3.0] and square.tolist() == [14.0]
+    assert aux.values.tolist() == [0, 2, 8, 18] and aux.metrics.tolist() == [0, 2, 4, 6]
+
+
+def clipped(g):
+    norm = optax.tree.norm(g)
+    return jax.tree.map(lambda leaf: leaf * jnp.minimum(1, 0.1 / norm), g)
+
+
+@pytest.mark.parametrize("kind", ["SUM", "MEAN", "CONCAT"])
+def test_micro_grad_is_the_established_one(kind):
+    options = {"batch_argnums": (1, 2), "transform_fn": clipped, "metrics_fn": optax.tree.norm}
+    there = optax.microbatching.micro_grad(
+        loss, microbatch_size=4, accumulator=optax.microbatching.AccumulationType[kind], **options
+    )
+    here = micro_grad(loss, microbatch_size=4, accumulator=Kind[kind], **options)
+    (wanted, wanted_aux), (got, aux) = jax.jit(there)(W, X, Y), jax.jit(here)(W, X, Y)
+    assert_close((got, aux.values, aux.metrics), (wanted, wanted_aux.values, wanted_aux.metrics))
+
+
+def test_auxiliary_outputs_argnums_and_no_batch_axis():
+    def one(x, w, y):
+        out = jnp.tanh(x @ w)
+        return jnp.sum((out - y) ** 2), {"out": out}
+
+    got, aux = micro_grad(
+        one,
+        has_aux=True,
+        argnums=(1, 0),
+        batch_argnums=(0, 2),
+        keep_batch_dim=False,
+        accumulator=(Kind.SUM, Kind.CONCAT),
+        microbatch_size=3,
+    )(X, W[0], X @ W[0])
+    per_example = jax.vmap(jax.value_and_grad(one, (1, 0), has_aux=True), (0, None, 0))
+    (values, wanted_aux), (of_w, of_x) = per_example(X, W[0], X @ W[0])
+    assert_close(got, (of_w.sum(0), of_x), atol=1e-5)
+    assert_close((aux.values, aux.aux), (values, wanted_aux))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [None, 5])
+def test_rows_of_weight_zero_contribute_exactly_nothing_also_if_they_hold_nan(size, engine):
+    bad = jnp.zeros(12, bool).at[jnp.array([1, 6, 7])].set(True)
+    weights = jnp.where(bad, 0, 1.0 + jnp.arange(12) % 3)
+    x = jnp.where(bad[:, None], jnp.nan, X)
+    kinds = (Kind.SUM, Kind.MEAN, Kind.MAX)
+    step = micro_grad(
+        lambda w, x, y, weight: loss(w, x, y),
+        batch_argnums=(1, 2, 3),
+        microbatch_size=size,
+        remainder="allow",
+        accumulator=kinds,
+        transform_fn=lambda g: (clipped(g), g, jax.tree.map(jnp.abs, g)),
+        weight_fn=lambda w, x, y, weight: weight[0],
+        engine=engine,
+    )
+    (total, mean, largest), aux = jax.jit(step)(W, x, Y, weights)
+    kept = jnp.flatnonzero(~bad)
+    each = jax.vmap(jax.grad(loss), (None, 0, 0))(W, X[kept, None], Y[kept, None])
+    shares = weights[kept] / weights.sum()
+    assert_close(total, jax.tree.map(lambda g: g.sum(0), jax.vmap(clipped)(each)))
+    assert_close(mean, jax.tree.map(lambda g: jnp.tensordot(shares, g, 1), each))
+    assert_close(largest, jax.tree.map(lambda g: jnp.abs(g).max(0), each))
+    assert not aux.values[bad].any() and aux.values[~bad].all()
+    nothing, _ = jax.jit(step)(W, x, Y, 0 * weights)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(nothing[:2]))
+
+
+def test_keys_do_not_depend_on_the_microbatch_size():
+    noisy = lambda w, key, x: jnp.sum((x + jax.random.normal(key, x.shape)) @ w)
+    key = jax.random.key(5)
+    gradients = lambda size, order: micro_grad(
+        noisy,
+        batch_argnums=2,
+        key_argnums=1,
+        microbatch_size=size,
+        order=order,
+        accumulator=Kind.SUM,
+    )(jnp.ones((5,)), key, X)[0]
+    by_hand = sum(
+        X[i] + jax.random.normal(jax.random.fold_in(key, i), (1, 5))[0] for i in range(12)
+    )
+    for size, order in ((12, "strided"), (4, "strided"), (3, "contiguous")):
+        assert_close(gradients(size, order), by_hand, rtol=1e-4)
+
+
+def test_a_mapped_function_is_differentiated_in_bounded_memory():
+    total = lambda f: lambda w: jnp.sum(f(w, X) ** 3)
+    fun = lambda w, x: jnp.tanh(x @ w).sum()
+    small = micro_vmap(fun, (None, 0), microbatch_size=4)
+    whole = jax.vmap(fun, (None, 0))
+    assert_close(jax.jit(jax.grad(total(small)))(W[0]), jax.grad(total(whole))(W[0]))
+
+
+def test_ones_own_accumulator_needs_an_aggregate():
+    largest = Accumulator(
+        lambda spec: jnp.zeros(spec.shape),
+        lambda carry, value, index: jnp.maximum(carry, value),
+        lambda carry: carry,
+        lambda stacked: jnp.abs(stacked).max(0),
+    )
+    got = micro_vmap(lambda x: x, microbatch_size=4, accumulator=largest)(X)
+    assert_close(got, jnp.abs(X).max(0))
+    with pytest.raises(AccumulatorError, match="no aggregate"):
+        micro_vmap(lambda x: x, accumulator=Accumulator(*[lambda *a: None] * 3))
+
+
+def test_refusals_name_the_way_out():
+    with pytest.raises(AccumulatorError, match="out_axes=1"):
+        micro_vmap(lambda x: x, out_axes=1, accumulator=Kind.SUM)
+    with pytest.raises(AccumulatorError, match="Use microbatch"):
+        micro_vmap(lambda x: x, accumulator=Carry(0))
+    with pytest.raises(BatchError, match=r"micro_vmap\(loss\): in_axes=\(None, 0\) has 2 entries"):
+        micro_vmap(loss, (None, 0))(W, X, Y)
+    with pytest.raises(BatchError, match="batch_argnums=-1"):
+        micro_grad(loss, batch_argnums=-1)
+    with pytest.raises(ValueError, match="'banana'"):
+        micro_grad(loss, engine="banana")
+    with pytest.raises(ValueError, match=r"micro_grad\(loss\): x has 12 rows"):
+        micro_grad(loss, batch_argnums=(1, 2), microbatch_size=5)(W, X, Y)
