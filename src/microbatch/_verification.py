@@ -14,6 +14,10 @@ Verdict = Literal["exact", "rounding", "different"]
 # What a sum in another order may cost, in units of rounding of the largest value.
 UNITS_ALLOWED = 16.0
 UNITS_ALLOWED_UNSEEN = 64.0
+# A whole batch that is further from float64 than this was not computed from the same numbers.
+TRUSTED_UNITS = 1e4
+# In narrow dtypes so many units would be half the value.
+MOST_ALLOWED = 0.03
 
 
 @dataclass(frozen=True)
@@ -227,13 +231,20 @@ def _compare_leaf(whole: Leaf, pieces: Leaf, reference: Leaf | None, largest: fl
     # A gradient that is zero but for rounding is measured beside the others.
     floor = epsilon * largest
     if reference is None:
-        allowed = max(UNITS_ALLOWED_UNSEEN * epsilon * scale, floor)
+        allowed = max(_allowed(UNITS_ALLOWED_UNSEEN, epsilon) * scale, floor)
         verdict: Verdict = "rounding" if difference <= allowed else "different"
         return result(difference, units, (None, None), verdict)
     exact = _widened(reference.array)
     errors = (_distance(wide_a, exact), _distance(wide_b, exact))
-    allowed = max(2 * errors[0], UNITS_ALLOWED * epsilon * scale, floor)
+    if errors[0] > max(TRUSTED_UNITS * epsilon * scale, floor):
+        # Not rounding: in float64 the function does something else, such as drawing other random numbers.
+        return _compare_leaf(whole, pieces, None, largest)
+    allowed = max(2 * errors[0], _allowed(UNITS_ALLOWED, epsilon) * scale, floor)
     return result(difference, units, errors, "rounding" if errors[1] <= allowed else "different")
+
+
+def _allowed(units: float, epsilon: float) -> float:
+    return min(units * epsilon, MOST_ALLOWED)
 
 
 def _same(a: np.ndarray, b: np.ndarray, exactness: float) -> bool:
@@ -242,7 +253,8 @@ def _same(a: np.ndarray, b: np.ndarray, exactness: float) -> bool:
     if a.tobytes() == b.tobytes() and a.dtype == b.dtype:
         return True
     distance = _distance(_widened(a), _widened(b))
-    allowed = exactness * UNITS_ALLOWED_UNSEEN * _epsilon(a) * max(_scale(a), _scale(b))
+    relative = _allowed(exactness * UNITS_ALLOWED_UNSEEN, _epsilon(a))
+    allowed = relative * max(_scale(a), _scale(b))
     return bool(distance <= allowed)
 
 

@@ -281,7 +281,10 @@ def spec_of(x: Any) -> jax.ShapeDtypeStruct:
         )
     if isinstance(x, jax.Array):
         return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=x.sharding if x.committed else None, weak_type=x.weak_type
+            x.shape,
+            x.dtype,
+            sharding=x.sharding if x.committed else None,
+            weak_type=getattr(x, "weak_type", False),  # arrays of keys have none
         )
     return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
 

@@ -271,7 +271,10 @@ class _Run:
     def in_float64(self) -> "_Run | None":
         """The same in float64, or None where the function does not follow its arguments' dtype."""
         leaves = list(self.call.leaves)
-        for i in (*self.call.shared, *self.call.rows):
+        arrays = (*self.call.shared, *self.call.rows)
+        if any(_is_key(leaves[i]) for i in arrays):
+            return None  # in another dtype other random numbers are drawn
+        for i in arrays:
             leaves[i] = _widened(leaves[i])
         options = self.options | {"accumulator_dtype": None}
         run = replace(
@@ -380,6 +383,6 @@ def _is_mask(x: Any) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    # A key of the older kind is two unsigned integers; data of that shape is rare, and changing it does no harm.
-    old = x.dtype == jnp.uint32 and x.shape == (2,)
+    # A key of the older kind is two unsigned integers, and data of that shape is rare.
+    old = x.dtype == jnp.uint32 and x.shape[-1:] == (2,)
     return old or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
