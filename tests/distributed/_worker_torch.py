@@ -341,6 +341,55 @@ def auto_agrees_on_one_size(rank):
         mb.backward(loss_fn, x, labels[: 32 - rank], **options)
 
 
+class Positions(nn.Module):
+    """Adds a table that is a buffer, which DDP broadcasts before a forward that synchronises."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        torch.manual_seed(4)
+        self.register_buffer("table", torch.randn(5))
+        self.inner, self.counts = fresh(), counts
+
+    def forward(self, x):
+        if self.counts:
+            self.table += 1
+        return self.inner(x + self.table)
+
+
+@check
+def buffers_that_ddp_broadcasts_are_no_change(rank):
+    batches = [rows_of(r, 4) for r in range(2)]
+    for size in (4, 2):
+        ddp = DDP(Positions())
+        loss_fn = functools.partial(token_loss, ddp)
+        for _ in range(3):
+            mb.backward(loss_fn, *batches[rank], microbatch_size=size, weight_fn=count_tokens)
+    counting = DDP(Positions(counts=True))
+    with raises(microbatch.RowMixingError, "table of a Positions changed"):
+        mb.backward(functools.partial(token_loss, counting), *batches[rank], microbatch_size=2)
+    torch.manual_seed(4)
+    assert torch.equal(counting.module.table, torch.randn(5))
+
+
+@check
+def value_and_grad_fsdp2(rank):
+    batches = [rows_of(r, 4) for r in range(2)]
+    wanted, grads = one_process(token_loss, batches)
+    for sync in ("every", "last"):
+        model = sharded()
+        params = list(model.parameters())
+        valued = mb.value_and_grad(
+            functools.partial(token_loss, model), params, microbatch_size=1, weight_fn=count_tokens,
+            sync=sync,
+        )  # fmt: skip
+        loss, got = valued(*batches[rank])
+        torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
+        assert all(p.grad is None for p in params)
+        for p, g in zip(params, got):
+            p.grad = g
+        assert_grads(model, grads)
+
+
 @check
 def refused_wrappers(rank):
     x, labels = rows_of(rank, 4)
@@ -378,6 +427,15 @@ def value_and_grad_ddp(rank):
     for p, g in zip(params, got):
         p.grad = g
     assert_grads(ddp, grads)
+    ddp.zero_grad()
+    some = list(ddp.module.heads.parameters())
+    _, got = mb.value_and_grad(
+        functools.partial(token_loss, ddp), some, microbatch_size=1, weight_fn=count_tokens
+    )(*batches[rank])
+    assert all(p.grad is None for p in params)
+    for p, g in zip(some, got):
+        p.grad = g
+    assert_grads(ddp.module.heads, grads[-len(some) :])
     views = DDP(fresh(), gradient_as_bucket_view=True)
     with raises(microbatch.DistributedError, "gradient_as_bucket_view"):
         mb.value_and_grad(functools.partial(token_loss, views), [], microbatch_size=1)(

@@ -45,13 +45,13 @@ class Restorer:
 @contextmanager
 def kept_aside(leaves: Sequence[torch.Tensor]) -> Generator[None]:
     """``.grad`` of the leaves is None inside, and what it was before afterwards."""
-    before = [leaf.grad for leaf in leaves]
+    before = {id(leaf): (leaf, leaf.grad) for leaf in leaves}
     for leaf in leaves:
         leaf.grad = None
     try:
         yield
     finally:
-        for leaf, grad in zip(leaves, before):
+        for leaf, grad in before.values():
             leaf.grad = grad
 
 

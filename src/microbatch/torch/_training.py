@@ -10,7 +10,7 @@ from microbatch._checks import check_size, name_of
 from microbatch._errors import DistributedError, GraphError
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._discovery import discover
-from microbatch.torch._distributed import Sync, wrappers_of
+from microbatch.torch._distributed import Sync, Wrappers, wrappers_of
 from microbatch.torch._gradients import kept_aside
 from microbatch.torch._reduction import Reduction
 from microbatch.torch._sources import check_microbatch_size, cutting, ready
@@ -325,12 +325,18 @@ def value_and_grad(
     )
 
     def valued(*args: Any) -> Any:
-        _check_buckets(where, loss_fn, options)
-        with kept_aside(leaves):
+        found = discover(loss_fn, args)
+        wrappers = wrappers_of(
+            where, list(found.modules.values()), options.sync_modules, options.process_group
+        )
+        _check_buckets(where, wrappers)
+        # A wrapper exchanges the gradients of all its parameters, and needs a backward into all of them.
+        others = [p for module in (*wrappers.ddp, *wrappers.fsdp) for p in module.parameters()]
+        with kept_aside([*leaves, *others]):
             prepare = cutting(
                 where, loss_fn, args, in_dims, microbatch_size, memory_budget, options
             )
-            loss, aux = step(where, loss_fn, args, prepare, options, leaves)
+            loss, aux = step(where, loss_fn, args, prepare, options, None if wrappers else leaves)
             grads = map_leaves(
                 lambda leaf: (
                     torch.zeros_like(leaf, requires_grad=False) if leaf.grad is None else leaf.grad
@@ -356,10 +362,8 @@ def _parameters(where: str, tree: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in leaves]
 
 
-def _check_buckets(where: str, loss_fn: Callable[..., Any], options: Options) -> None:
+def _check_buckets(where: str, wrappers: Wrappers) -> None:
     """Gradients that live in DDP's buckets cannot be set aside."""
-    named = list(discover(loss_fn).modules.values())
-    wrappers = wrappers_of(where, named, options.sync_modules, options.process_group)
     if any(module.gradient_as_bucket_view for module in wrappers.ddp):
         raise DistributedError(
             f"{where}: the module has gradient_as_bucket_view=True, so its gradients cannot leave .grad alone.\n"
