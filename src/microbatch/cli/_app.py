@@ -62,6 +62,7 @@ def verify(
         int | None,
         typer.Option(min=1, help="Rows in a microbatch; by default a quarter of the batch."),
     ] = None,
+    memory: Annotated[str | None, _MEMORY] = None,
     framework: Annotated[str | None, _FRAMEWORK] = None,
     as_json: Annotated[bool, _JSON] = False,
     html: Annotated[str | None, _HTML] = None,
@@ -73,7 +74,9 @@ def verify(
 
         _check_framework(framework)
         raise typer.Exit(
-            run_verify(target, framework, microbatch_size, Output(as_json, html, plot))
+            run_verify(
+                target, framework, microbatch_size, _budget(memory), Output(as_json, html, plot)
+            )
         )
 
 

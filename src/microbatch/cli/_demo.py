@@ -209,6 +209,7 @@ def _trained(demo: Demo, trainer: Trainer, screen: Screen) -> Demo:
                 report(i, f"loss {losses[-1]:.4f}  {reached}".rstrip())
     except KeyboardInterrupt:
         interrupted = True
+        accuracies.append((len(losses), accuracy()))
     return replace(
         demo,
         losses=tuple(losses),

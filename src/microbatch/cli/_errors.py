@@ -58,8 +58,16 @@ def _trimmed(error: BaseException) -> str:
     """The traceback with the user's frames alone."""
     lines = ["Traceback (most recent call last; only frames of your files):\n"]
     lines += traceback.format_list(_user_frames(error))
-    lines += traceback.format_exception_only(error)
+    lines += _without_advice(error).format_exception_only()
     return "".join(lines).rstrip()
+
+
+def _without_advice(error: BaseException) -> traceback.TracebackException:
+    """The error without what JAX adds about frames that it removed: all frames but the user's are gone here."""
+    told = traceback.TracebackException.from_exception(error)
+    notes = getattr(error, "__notes__", [])
+    told.__notes__ = [note for note in notes if "internal frames" not in note]
+    return told
 
 
 def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -57,6 +57,7 @@ def run_verify(
     target: str | None,
     framework: str | None,
     microbatch_size: int | None,
+    memory: int | str | None,
     output: Output,
 ) -> int:
     """Verifies the target's problem and shows the verdict; 0 where the numbers are the same, else 1."""
@@ -64,7 +65,9 @@ def run_verify(
     with screen.busy("Comparing"):
         problem = _problem(target, framework)
         size = microbatch_size or _a_quarter(problem)
-        found = _transformed(problem, "verify", {"microbatch_size": size})(*problem.args)
+        found = _transformed(problem, "verify", {"microbatch_size": size, "memory_budget": memory})(
+            *problem.args
+        )
     asked = _asked(
         target, problem, [("Rows", f"{found.batch_size:,}"), ("Microbatch size", str(size))]
     )
