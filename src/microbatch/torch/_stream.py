@@ -18,7 +18,7 @@ from microbatch._checkpoint import (
 )
 from microbatch._checks import name_of
 from microbatch._errors import AccumulatorError, BatchError, EmptyStream, MicrobatchError
-from microbatch._outputs import Part, canonical, check_can_weigh
+from microbatch._outputs import canonical, check_can_weigh
 from microbatch._splitting import Split
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._accumulators import (
@@ -28,9 +28,8 @@ from microbatch.torch._accumulators import (
     Step,
     dtype_name,
     make_fold,
-    output_rows,
-    refuse_change,
 )
+from microbatch.torch._host_rows import HostRows, targets_of
 from microbatch.torch._internals import transforms_active
 from microbatch.torch._microbatch import check_dtype
 from microbatch.torch._randomness import sources
@@ -72,7 +71,10 @@ def accumulate(
         twentieth of the time is spent on it) and which is deleted at the end. A killed run that is started again with
         the same stream reads past what is in the file and continues, bit for bit. Needs safetensors.
 
-      CONCAT gives tensors in the host's memory: the memory of the device does not depend on the stream's length.
+      - `out`: a NumPy array (a memory map, for example) or a tensor to write CONCAT rows into, or a tree of them like the
+        output with None elsewhere; with room for all rows. The result is the part of it that was written.
+
+      Without it, CONCAT gives tensors in the host's memory: the memory of the device does not depend on the stream's length.
 
     Raises:
       EmptyStream: the iterable had no element, so that not even the shapes of the result are known.
@@ -104,13 +106,14 @@ def accumulate(
         *args: Any,
         microbatches: Iterable[Any],
         checkpoint: str | os.PathLike[str] | None = None,
+        out: Any = None,
     ) -> Any:
         if transforms_active():
             raise MicrobatchError(
                 f"{where}: a stream cannot be followed by transformations of torch.func.\n"
                 "Transform the function that is given to accumulate, or use microbatch."
             )
-        return _run(settings, args, microbatches, checkpoint)
+        return _run(_Stream(settings, args, out), microbatches, checkpoint)
 
     return accumulated
 
@@ -126,17 +129,13 @@ class _Settings(NamedTuple):
 
 
 def _run(
-    settings: _Settings,
-    args: tuple[Any, ...],
-    microbatches: Iterable[Any],
-    path: str | os.PathLike[str] | None,
+    stream: "_Stream", microbatches: Iterable[Any], path: str | os.PathLike[str] | None
 ) -> Any:
-    stream = _Stream(settings, args)
     checkpoint: Checkpoint | None = None
     saved: Progress | None = None
     for microbatch in map(_as_arguments, microbatches):
         if path is not None and checkpoint is None:
-            checkpoint = Checkpoint(path, settings.where, _identity(settings, args, microbatch))
+            checkpoint = stream.checkpoint(path, microbatch)
             saved = stream.resume(checkpoint, microbatch)
         if saved is not None and stream.position < saved.position:
             stream.pass_over(microbatch)
@@ -157,8 +156,9 @@ def _run(
 class _Stream:
     """One call: where it is in the stream, and what it holds."""
 
-    def __init__(self, settings: _Settings, args: tuple[Any, ...]) -> None:
+    def __init__(self, settings: _Settings, args: tuple[Any, ...], out: Any) -> None:
         self.position = 0
+        self._out = out
         self._settings = settings
         self._args = list(args)
         self._rows_read = 0
@@ -178,6 +178,11 @@ class _Stream:
                     "before the microbatch's.\n"
                     "Number the arguments given before microbatches= from 0."
                 )
+
+    def checkpoint(self, path: str | os.PathLike[str], microbatch: tuple[Any, ...]) -> Checkpoint:
+        """The file at `path` for this stream, told by its first microbatch."""
+        identity = _identity(self._settings, tuple(self._args), microbatch)
+        return Checkpoint(path, self._settings.where, identity)
 
     @property
     def started(self) -> bool:
@@ -224,22 +229,18 @@ class _Stream:
             self._start(self._run_aside(self._unrun), self._first_rows)
         assert self._layout is not None
         with torch.no_grad():
-            return self._layout.assemble(
-                [
-                    fold.finalize(carry, self._total)
-                    for fold, carry in zip(self._folds, self._carries)
-                ]
-            )
+            results = [
+                carry.result() if isinstance(carry, HostRows) else fold.finalize(carry, self._total)
+                for fold, carry in zip(self._folds, self._carries, strict=True)
+            ]
+        return self._layout.assemble(results)
 
     def progress(self) -> Progress:
         """The state, as a checkpoint holds it."""
         arrays: dict[str, np.ndarray] = {}
         types: dict[str, str] = {}
-        assert self._layout is not None
-        for i, (part, fold) in enumerate(zip(self._layout.parts, self._folds, strict=True)):
-            if part.accumulator is AccumulationType.CONCAT:
-                self._carries[i] = [fold.finalize(self._carries[i], None)]
-            carry = self._carries[i]
+        for i, carry in enumerate(self._carries):
+            carry = carry.state() if isinstance(carry, HostRows) else carry
             for j, (_, leaf) in enumerate(leaves_with_paths(carry)):
                 types[f"{i}.{j}"], arrays[f"{i}.{j}"] = _as_array(leaf)
         for i, source in enumerate(sources()):
@@ -269,8 +270,8 @@ class _Stream:
         for i, (part, carry) in enumerate(zip(self._layout.parts, self._carries, strict=True)):
             names = [name for name in types if name.startswith(f"{i}.")]
             leaves = [_as_leaf(types[name], saved.arrays[name]) for name in names]
-            if part.accumulator is AccumulationType.CONCAT:
-                self._carries[i] = leaves
+            if isinstance(carry, HostRows):
+                carry.restore(leaves)
                 continue
             like = [leaf for _, leaf in leaves_with_paths(carry)]
             placed = iter([_beside(leaf, old) for leaf, old in zip(leaves, like, strict=True)])
@@ -285,29 +286,27 @@ class _Stream:
         self._layout = Layout.of(settings.where, settings.accumulator, output)
         split = Split(1, 1)
         options = FoldOptions(settings.where, split, settings.accumulator_dtype, weighted=True)
+        targets = targets_of(settings.where, self._out, self._layout.template, self._layout.parts)
         for part in self._layout.parts:
-            is_concat = part.accumulator is AccumulationType.CONCAT
-            fold = (
-                _host_rows(settings.where, part, rows or 0)
-                if is_concat
-                else make_fold(part, options, rows or 0)
-            )
-            carry = fold.init()
+            fold = make_fold(part, options, rows or 0)
+            carry = None
             if isinstance(part.accumulator, Carry):
                 carry = self._args[part.accumulator.argnum]
-            if is_concat:
-                carry += [_zero_rows(part, rows or 0, skipped) for skipped in self._skipped]
+            elif part.accumulator is AccumulationType.CONCAT:
+                carry = HostRows(settings.where, part, rows or 0, targets.get(part.path))
+                for skipped in self._skipped:
+                    carry.skip(skipped)
             self._folds.append(fold)
-            self._carries.append(carry)
+            self._carries.append(fold.init() if carry is None else carry)
         self._unrun = None
 
     def _skip(self, rows: int) -> None:
         if self._layout is None:
             self._skipped.append(rows)
             return
-        for i, part in enumerate(self._layout.parts):
-            if part.accumulator is AccumulationType.CONCAT:
-                self._carries[i].append(_zero_rows(part, self._first_rows or 0, rows))
+        for carry in self._carries:
+            if isinstance(carry, HostRows):
+                carry.skip(rows)
 
     def _fold_in(self, output: Any, rows: int | None, own_weight: Any) -> None:
         if self._layout is None:
@@ -321,6 +320,9 @@ class _Stream:
         values = self._layout.flatten(output)
         with torch.no_grad():
             for i, (part, fold) in enumerate(zip(self._layout.parts, self._folds, strict=True)):
+                if isinstance(self._carries[i], HostRows):
+                    self._carries[i].add(values[i], self.position)
+                    continue
                 # An accumulator of one's own is given the weight itself.
                 given = own_weight if isinstance(part.accumulator, Accumulator) else weight
                 step = Step(self.position, rows or 0, given, self._total, first=self._total == 0)
@@ -364,32 +366,6 @@ class _Stream:
         finally:
             for source, state in before:
                 source.set_state(state)
-
-
-def _host_rows(where: str, part: Part, rows: int) -> Fold:
-    """CONCAT of one leaf over a stream of unknown length, in the host's memory."""
-    spec = part.value
-
-    def update(pieces: list[torch.Tensor], value: torch.Tensor, step: Step) -> list[torch.Tensor]:
-        if value.shape[1:] != spec.shape[1:] or value.ndim != spec.ndim:
-            refuse_change(where, part.accumulator, part.path, step.index, spec, value)
-        # A copy: the function may hand out a view of a buffer that the next microbatch overwrites.
-        piece = value.to("cpu", copy=True)
-        pieces.append(piece if piece.ndim else piece.unsqueeze(0))
-        return pieces
-
-    def finalize(pieces: list[torch.Tensor], total: Any) -> torch.Tensor:
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat(pieces) if pieces else _zero_rows(part, rows, 0)
-
-    return Fold(init=list, update=update, finalize=finalize)
-
-
-def _zero_rows(part: Part, rows: int, count: int) -> torch.Tensor:
-    spec = part.value
-    shape = (output_rows(spec.shape[0], rows)(count), *spec.shape[1:]) if spec.ndim else (1,)
-    return torch.zeros(shape, dtype=spec.dtype)
 
 
 def _as_arguments(element: Any) -> tuple[Any, ...]:
