@@ -15,6 +15,7 @@ from microbatch.jax._per_example import Aux, micro_grad, micro_vmap
 from microbatch.jax._planning import plan
 from microbatch.jax._rows import reshape_batch_axis
 from microbatch.jax._stream import accumulate
+from microbatch.jax._verification import verify
 
 __all__ = [
     "AccumulationType",
@@ -28,5 +29,6 @@ __all__ = [
     "microbatch",
     "plan",
     "reshape_batch_axis",
+    "verify",
     "weighted_multi_steps",
 ]
