@@ -1,5 +1,12 @@
 """Microbatching in PyTorch: a training step on a batch of any size, and the transformations it is made of."""
 
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "microbatch.torch needs PyTorch.\nInstall it with: pip install 'microbatch[torch]'"
+    ) from error
+
 from microbatch._accumulation import AccumulationType, Accumulator, Carry
 from microbatch.torch._gradient_accumulation import gradient_accumulation
 from microbatch.torch._microbatch import microbatch, reshape_batch_axis
