@@ -30,7 +30,7 @@ from microbatch.jax._derivatives import (
 )
 from microbatch.jax._fold import Arrays, Loop, divisor, only
 from microbatch.jax._linear import linear_map
-from microbatch.jax._rows import take
+from microbatch.jax._rows import take, varying_axes
 from microbatch.jax._spread import fold
 
 Differentiate = OneOf["auto", "in_forward", "recompute", "store"]
@@ -75,7 +75,15 @@ def _jvp(
         return (values, states), (_zeros(values), _zeros(states))
     _check_states(loop, arrays, active, where)
     in_forward = differentiate in ("auto", "in_forward")
-    scalars = [i for i, out in enumerate(loop.outputs) if out.is_linear_scalar and in_forward]
+    # A scalar that differs between devices has a gradient of its own on each, where that of an array that is the
+    # same on all is the sum over them.
+    axes = [varying_axes(jax.typeof(x)) for x in only(arrays.shared, active.shared)]
+    alike = lambda out: all(varying_axes(out.type) <= a for a in axes)
+    scalars = [
+        i
+        for i, out in enumerate(loop.outputs)
+        if out.is_linear_scalar and in_forward and alike(out)
+    ]
     inexact = lambda output: jnp.issubdtype(output.type.dtype, jnp.inexact)
     others = [i for i, out in enumerate(loop.outputs) if i not in scalars and inexact(out)]
 

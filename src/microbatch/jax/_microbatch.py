@@ -41,7 +41,8 @@ from microbatch.jax._devices import (
 from microbatch.jax._differentiate import Differentiate, evaluate
 from microbatch.jax._fold import Arrays, Loop
 from microbatch.jax._outputs import OutputPlan, of_single_microbatch, plan_outputs
-from microbatch.jax._rows import Rows, take, take_tail
+from microbatch.jax._put_off import once_reduced
+from microbatch.jax._rows import Rows, explicit_shards, take, take_tail
 from microbatch.jax._spread import weights_of_shards
 from microbatch.jax._stateful import evaluated
 
@@ -235,7 +236,10 @@ def run(
         return of_single_microbatch(plan, jax.tree.leaves(leaves))
     call = flatten_call(where, args, kwargs, batch, in_axes, carried, keys)
     devices = find_devices(where, options.mesh, options.batch_spec, options.reduce)
-    if devices is not None:
+    if devices is None:
+        first = call.leaves[call.rows[0]]
+        check_sharded(where, subject, split, explicit_shards(first, call.axes[0]))
+    else:
         check_sharded(where, subject, split, devices.shards)
         if carries:
             raise refused_carry(where)
@@ -384,9 +388,9 @@ def _weights(
             parts.append(weight(tail)[None])
         return lax.stop_gradient(jnp.concatenate([*parts, jnp.zeros(0)]))
 
-    return (
-        weights(rows, cuts) if devices is None else weights_of_shards(devices, weights, rows, cuts)
-    )
+    if devices is not None:
+        return weights_of_shards(devices, weights, rows, cuts)
+    return once_reduced(lambda rows: weights(rows, cuts), rows[0], cuts[0])(rows)
 
 
 def checked(options: Options, *, declared: bool = True) -> Options:

@@ -1,6 +1,6 @@
 """A loop whose sums over devices are made once, after it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from microbatch.jax._convolutions import canonical_convolutions
 from microbatch.jax._derivatives import divided, runs_of
 from microbatch.jax._fold import Arrays, Loop, divisor, fold, moment
 from microbatch.jax._partial_sums import Program
-from microbatch.jax._row_sums import RowAxes
-from microbatch.jax._rows import explicit_spec, take, varying_axes
+from microbatch.jax._row_sums import RowAxes, names_of
+from microbatch.jax._rows import Rows, explicit_spec, take, varying_axes
 
 Result = tuple[list[Any], list[Any]]
 
@@ -52,14 +52,32 @@ def fold_once_reduced(loop: Loop, arrays: Arrays) -> Result:
 
 def _row_axes(loop: Loop, arrays: Arrays) -> RowAxes | None:
     """The mesh axes over which the rows lie; None where that is not in the types."""
-    for leaf, cut in zip(arrays.rows, loop.rows, strict=True):
-        spec = explicit_spec(leaf)
-        if spec is not None and spec[cut.axis] is not None:
-            entry = spec[cut.axis]
-            axes = frozenset((entry,) if isinstance(entry, str) else entry)
-            return RowAxes(axes, jax.typeof(leaf).sharding.mesh, loop.reduce == "once")
-    varying = frozenset().union(*(varying_axes(jax.typeof(leaf)) for leaf in arrays.rows))
+    found = [_axes_of(x, cut) for x, cut in zip(arrays.rows, loop.rows, strict=True)]
+    first = next((rows for rows in found if rows is not None), None)
+    return None if first is None else replace(first, through_sharded=loop.reduce == "once")
+
+
+def _axes_of(leaf: Any, cut: Rows) -> RowAxes | None:
+    spec = explicit_spec(leaf)
+    if spec is not None and names_of(spec[cut.axis]):
+        return RowAxes(names_of(spec[cut.axis]), jax.typeof(leaf).sharding.mesh)
+    varying = varying_axes(jax.typeof(leaf))
     return RowAxes(varying) if varying else None
+
+
+def once_reduced(fun: Callable[..., Any], leaf: Any, cut: Rows) -> Callable[..., Any]:
+    """`fun` with the sums in its loops put off until after them; `leaf` and `cut` tell over what the rows lie."""
+    rows = _axes_of(leaf, cut)
+    if rows is None:
+        return fun
+
+    def run(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+        program = Program(closed, rows, lambda fun: fun)
+        leaves = program.run(jax.tree.leaves(args), [False] * len(closed.out_avals))
+        return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+    return run
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from microbatch._checks import Leaf, batch_size_of, check_size
+from microbatch._errors import MicrobatchSizeError
 from microbatch._splitting import Order, make_split
 
 
@@ -85,11 +86,10 @@ def split_axis(leaf: jax.Array, axis: int, outer: int, inner: int) -> jax.Array:
     spec = explicit_spec(leaf)
     if spec is None:
         return leaf.reshape(shape)
-    sharding = jax.typeof(leaf).sharding
-    shards = leaf.shape[axis] // max(1, sharding.shard_shape(leaf.shape)[axis])
-    if outer % max(1, shards):
-        raise ValueError(
-            f"microbatch_size={outer} is not divisible by the {shards} shards of the batch axis "
+    shards = explicit_shards(leaf, axis)
+    if outer % shards:
+        raise MicrobatchSizeError(
+            f"microbatch_size={outer} is not a multiple of the {shards} shards of the batch axis "
             f"of an array of shape {leaf.shape}.\nUse a multiple of {shards}."
         )
     return leaf.reshape(shape, out_sharding=_on(leaf, (*spec[: axis + 1], None, *spec[axis + 1 :])))
@@ -161,6 +161,13 @@ def explicit_spec(leaf: Any) -> tuple[Any, ...] | None:
         return None
     spec = tuple(aval.sharding.spec.partitions)
     return (*spec, *(None,) * (len(aval.shape) - len(spec)))
+
+
+def explicit_shards(leaf: Any, axis: int) -> int:
+    """Over how many shards an axis lies on a mesh with explicit axes; 1 elsewhere."""
+    if not isinstance(leaf, jax.Array) or explicit_spec(leaf) is None:
+        return 1
+    return leaf.shape[axis] // max(1, jax.typeof(leaf).sharding.shard_shape(leaf.shape)[axis])
 
 
 def vary_like(value: jax.Array, aval: Any) -> jax.Array:
