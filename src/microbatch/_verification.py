@@ -22,11 +22,20 @@ MOST_ALLOWED = 0.03
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a result: where it is, whether it is a value or a gradient, and its numbers."""
+    """One array of a result: where it is, whether it is a value or a gradient, and its numbers.
+
+    `dtype` is the name of the dtype that it was computed in, where NumPy has no such dtype and `array` is wider.
+    """
 
     path: str
     role: Literal["value", "gradient"]
     array: np.ndarray
+    dtype: str = ""
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype that it was computed in."""
+        return self.dtype or self.array.dtype.name
 
 
 @dataclass(frozen=True)
@@ -186,7 +195,7 @@ def agree(left: Sequence[Leaf], right: Sequence[Leaf], *, exactness: float = 1.0
     """
     if len(left) != len(right):
         return [False] * len(left)
-    return [_same(a.array, b.array, exactness) for a, b in zip(left, right, strict=True)]
+    return [_same(a, b, exactness) for a, b in zip(left, right, strict=True)]
 
 
 def explain(comparisons: Sequence[Comparison], verdict: Verdict) -> str:
@@ -211,7 +220,7 @@ def explain(comparisons: Sequence[Comparison], verdict: Verdict) -> str:
 
 def _compare_leaf(whole: Leaf, pieces: Leaf, reference: Leaf | None, largest: float) -> Comparison:
     a, b = whole.array, pieces.array
-    dtype = _dtype_name(a)
+    dtype = whole.dtype_name
     result = lambda difference, units, errors, verdict: Comparison(
         whole.path, whole.role, dtype, a.shape, difference, units, *errors, verdict
     )
@@ -221,7 +230,7 @@ def _compare_leaf(whole: Leaf, pieces: Leaf, reference: Leaf | None, largest: fl
         return result(0.0, 0.0, (None, None), "exact")
     wide_a, wide_b = _widened(a), _widened(b)
     difference = _distance(wide_a, wide_b)
-    epsilon = _epsilon(a)
+    epsilon = _epsilon(dtype)
     scale = _scale(a)
     units = difference / (epsilon * scale) if epsilon and scale else (difference and float("inf"))
     if difference == 0:
@@ -247,15 +256,14 @@ def _allowed(units: float, epsilon: float) -> float:
     return min(units * epsilon, MOST_ALLOWED)
 
 
-def _same(a: np.ndarray, b: np.ndarray, exactness: float) -> bool:
+def _same(left: Leaf, right: Leaf, exactness: float) -> bool:
+    a, b = left.array, right.array
     if a.shape != b.shape:
         return False
     if a.tobytes() == b.tobytes() and a.dtype == b.dtype:
         return True
-    distance = _distance(_widened(a), _widened(b))
-    relative = _allowed(exactness * UNITS_ALLOWED_UNSEEN, _epsilon(a))
-    allowed = relative * max(_scale(a), _scale(b))
-    return bool(distance <= allowed)
+    relative = _allowed(exactness * UNITS_ALLOWED_UNSEEN, _epsilon(left.dtype_name))
+    return bool(_distance(_widened(a), _widened(b)) <= relative * max(_scale(a), _scale(b)))
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -277,16 +285,19 @@ def _widened(array: np.ndarray) -> np.ndarray:
     return np.asarray(array).astype(wide)
 
 
-def _dtype_name(array: np.ndarray) -> str:
-    return array.dtype.name
+def _epsilon(dtype: str) -> float:
+    """The relative spacing of a dtype; 0 for integers, which do not round."""
+    if dtype in _NARROW:
+        return _NARROW[dtype]
+    return float(np.finfo(dtype).eps) if dtype.startswith(("float", "complex")) else 0.0
 
 
-def _epsilon(array: np.ndarray) -> float:
-    """The relative spacing of the dtype; 0 for integers, which do not round."""
-    name = _dtype_name(array)
-    if name == "bfloat16":  # a type that NumPy knows through another package, if at all
-        return 2.0**-7
-    return float(np.finfo(array.dtype).eps) if array.dtype.kind in "fc" else 0.0
+# Floating-point types that NumPy knows through other packages, if at all.
+_NARROW = {
+    "bfloat16": 2.0**-7,
+    "float8_e4m3fn": 2.0**-3,
+    "float8_e5m2": 2.0**-2,
+}
 
 
 def _cells(verification: Verification) -> list[list[str]]:

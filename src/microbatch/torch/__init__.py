@@ -15,6 +15,7 @@ from microbatch.torch._planning import plan
 from microbatch.torch._stream import accumulate
 from microbatch.torch._trainer import TrainerMixin
 from microbatch.torch._training import backward, backward_window, value_and_grad, windows
+from microbatch.torch._verification import verify
 
 __all__ = [
     "AccumulationType",
@@ -34,4 +35,5 @@ __all__ = [
     "reshape_batch_axis",
     "value_and_grad",
     "windows",
+    "verify",
 ]

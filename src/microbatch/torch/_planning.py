@@ -115,9 +115,9 @@ def plan(
     concat = _is_concat(accumulator)
 
     def planned(*args: Any, **kwargs: Any) -> Plan:
-        target, arguments, dims = _bundle(where, fun, argnums, argnames, in_dims, args, kwargs)
+        target, arguments, dims = bundle(where, fun, argnums, argnames, in_dims, args, kwargs)
         batch = batch_of(where, target, arguments, dims)
-        place = torch.device(device) if device is not None else _device_of(fun, args, kwargs)
+        place = torch.device(device) if device is not None else device_of(fun, (args, kwargs))
         work = Work(where, target, batch, concat, backward, optimizer, accumulator_dtype, place)
         return _plan(
             work,
@@ -165,7 +165,7 @@ def resolve_auto(
                 f'Use microbatch_size="auto", or leave memory_budget out.'
             )
         return microbatch_size
-    place = _device_of(fun, batch.args, {})
+    place = device_of(fun, batch.args)
     work = Work(where, fun, batch, concat, backward, None, accumulator_dtype, place)
     key = (
         function_key(fun, _describe),
@@ -298,7 +298,7 @@ def _agreed(made: Plan, device: torch.device, group: Any, remainder: bool) -> Pl
     return lower_to(made, int(size), candidate_sizes(made.batch_size, remainder=remainder))
 
 
-def _bundle(
+def bundle(
     where: str,
     fun: Callable[..., Any],
     argnums: int | Sequence[int] | None,
@@ -310,11 +310,12 @@ def _bundle(
     """`fun` of positional arguments alone, those arguments, and each one's dimensions (None for "not a batch")."""
     if argnums is None and not argnames and not kwargs:
         return fun, args, in_dims
-    names = tuple(kwargs)
+    # The closure must not hold the arguments themselves, which would then be found as its own tensors.
+    count, names = len(args), tuple(kwargs)
 
     @functools.wraps(fun)
     def positional(*values: Any) -> Any:
-        return fun(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+        return fun(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     del positional.__wrapped__
     values = (*args, *kwargs.values())
@@ -331,11 +332,10 @@ def _is_concat(accumulator: Any) -> bool:
     return as_accumulator(accumulator) is AccumulationType.CONCAT
 
 
-def _device_of(fun: Callable[..., Any], args: Any, kwargs: Any) -> torch.device:
+def device_of(fun: Callable[..., Any], args: Any) -> torch.device:
     """Where the work happens: on the parameters' device, else the batch's."""
-    found = discover(fun, args)
-    tensors = [t for _, t in found.named_leaves()]
-    tensors += [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = [t for _, t in discover(fun, args).named_leaves()]
+    tensors += [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
     devices = [t.device for t in tensors if t.device.type != "meta"]
     accelerators = [d for d in devices if d.type != "cpu"]
     return next(iter((*accelerators, *devices)), torch.device("cpu"))

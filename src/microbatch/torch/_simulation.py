@@ -83,7 +83,7 @@ def _faked(work: Work) -> Iterator[tuple[Batch, torch.optim.Optimizer | None, "_
     tracker = _Tracker(work.device, twins)
     found = discover(work.fun, work.batch.args)
     try:
-        with _kept(found, work), _unwrapped(found) as bucket_bytes, mode, tracker:
+        with kept(found, work), _unwrapped(found) as bucket_bytes, mode, tracker:
             tracker.live_bytes += bucket_bytes
             tracker.hold(twins(t) for t in _resident(found, work))
             args = tree_map_only(torch.Tensor, twins, work.batch.args)
@@ -106,7 +106,7 @@ def _real(work: Work) -> Iterator[tuple[Batch, torch.optim.Optimizer | None, "_T
     tracker = _Tracker(work.device, None)
     devices = [work.device] if work.device.type == "cuda" else []
     with (
-        _kept(found, work),
+        kept(found, work),
         _unwrapped(found) as bucket_bytes,
         torch.random.fork_rng(devices),
     ):
@@ -311,7 +311,7 @@ def _resident(found: Found, work: Work) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _kept(found: Found, work: Work) -> Iterator[None]:
+def kept(found: Found, work: Work) -> Iterator[None]:
     """Puts back `.grad` of every leaf and the modules' buffers (real runs change their values too)."""
     leaves = {id(t): t for _, t in found.named_leaves()}
     for group in work.optimizer.param_groups if work.optimizer is not None else ():
