@@ -116,8 +116,8 @@ def verification_charts(found: Verification) -> tuple[Chart, ...]:
     return (
         Chart(
             "Difference from the whole batch, array by array",
-            "In units of rounding of each array's largest value. Left of the dashed line, another order of summation "
-            f"explains it; arrays that differ are red.{shown}",
+            "In units of rounding of each array's largest value. Up to the dashed line another order of summation "
+            f"explains it; beyond it, the error against float64 decides. Arrays that differ are red.{shown}",
             bars_by_name(rows, UNITS_ALLOWED, "units of rounding"),
         ),
     )
