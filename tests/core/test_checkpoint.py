@@ -78,14 +78,15 @@ def test_a_file_of_another_fold_is_refused_with_both(tmp_path):
     )
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch, step):
     checkpoint = Checkpoint(tmp_path / "state", "f", IDENTITY, time_share=float("inf"))
     checkpoint.save(lambda: Progress(1, {}, {}))
 
-    def full(descriptor):
+    def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, step, full)
     with pytest.raises(OSError, match="no space"):
         checkpoint.save(lambda: Progress(2, {}, {}))
     assert checkpoint.load().position == 1
