@@ -82,8 +82,8 @@ class TensorBytes(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor) -> None:
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            for name in names:
-                self._count(getattr(tensor, name))
+            # A DTensor also names its mesh.
+            self.hold(getattr(tensor, name) for name in names)
             return
         if tensor.layout is not torch.strided:
             return
