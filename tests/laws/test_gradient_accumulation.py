@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from tests.laws.trees import assert_same_tree
 
 
