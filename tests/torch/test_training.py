@@ -150,6 +150,21 @@ def test_N4_a_microbatch_without_labels_and_a_batch_without_labels():
     assert all(g is not None and not g.any() for g in grads_of(model))
 
 
+def test_N4_a_mean_whose_own_gradient_would_be_nan():
+    model, x, mask = mlp(), torch.randn(6, 5), torch.tensor([0.0, 0, 0, 0, 1, 1])
+    masked_mean = lambda model, x, mask: (model(x).sum(1) * mask).sum() / mask.sum()
+    wanted, grads = whole_batch(model, masked_mean, x, mask)
+    loss_fn = functools.partial(masked_mean, model)
+    options = {"microbatch_size": 2, "weight_fn": lambda x, mask: mask.sum()}
+    loss = mb.backward(loss_fn, x, mask, **options)
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
+    assert_same_grads(grads_of(model), grads)
+    model.zero_grad()
+    loss = mb.backward(loss_fn, x, 0 * mask, **options)
+    assert loss.item() == 0
+    assert all(g is not None and not g.any() for g in grads_of(model))
+
+
 def test_N13_a_nan_that_counts_is_not_hidden():
     model, x, y = mlp(), torch.randn(6, 5), torch.randn(6, 3)
     y[3] = float("nan")

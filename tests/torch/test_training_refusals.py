@@ -239,6 +239,18 @@ def test_buffers_that_change_are_restored_and_refused(hidden):
     assert model.middle.count == 3
 
 
+def test_buffers_that_changed_before_a_late_refusal_are_restored():
+    class Hidden:
+        __slots__ = ("first", "second")
+
+    hidden = Hidden()
+    hidden.first, hidden.second = Counting(), Net(nn.BatchNorm1d(4))
+    loss_fn = lambda x: square(hidden.second, hidden.first(x))
+    with pytest.raises(microbatch.RowMixingError, match="BatchNorm1d"):
+        mb.backward(loss_fn, torch.randn(6, 5), microbatch_size=2)
+    assert hidden.first.count == 0
+
+
 def test_large_buffers_are_not_copied_and_the_message_says_so():
     model = Net(Counting(size=300_000))
     with pytest.raises(microbatch.RowMixingError, match="large and was not restored"):
