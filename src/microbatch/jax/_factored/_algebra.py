@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from microbatch.jax._factored import _layout as layout
-from microbatch.jax._factored._context import Context, ForcedDense, preferred, working_dtype
+from microbatch.jax._factored._context import (
+    Context,
+    ForcedDense,
+    Recorder,
+    preferred,
+    working_dtype,
+)
 from microbatch.jax._factored._values import (
     Accumulating,
     Blocks,
@@ -130,7 +136,8 @@ def sum_examples(ctx: Context, value: Value):
     if isinstance(value, Outer):
         stack, lhs, rhs = value.widths
         flops = 2.0 * ctx.batch_size * stack * value.tokens * lhs * rhs
-        ctx.note(value, "sum", "factored", flops=flops, entries=stack * lhs * rhs)
+        how = "dense" if value.is_array else "factored"
+        ctx.note(value, "sum", how, flops=flops, entries=stack * lhs * rhs)
         return _outer_sum(value)
     if isinstance(value, Rows):
         ctx.note(value, "sum", "factored", entries=math.prod(value.update.shape))
@@ -175,12 +182,21 @@ def _sum_products(ctx: Context, value: Product):
             operand = dataclasses.replace(operand, scale=None, keep=None)
         arrays.append(operand)
     if value.left is value.right:
-        array = entries(ctx, arrays[0])
+        _note_squares(ctx, value.left)
+        silent = dataclasses.replace(ctx, recorder=Recorder())
+        array = entries(silent, arrays[0])
         return weighted_sum(array * array, scale, keep, value.dtype)
     if isinstance(arrays[1], Shared) and arrays[1].shape == arrays[0].shape:
         total = sum_examples(ctx, with_scale_and_keep(arrays[0], scale, keep))
         return (total * arrays[1].array).astype(value.dtype)
     return weighted_sum(entries(ctx, arrays[0]) * entries(ctx, arrays[1]), scale, keep, value.dtype)
+
+
+def _note_squares(ctx: Context, value: Value) -> None:
+    size = math.prod(value.shape)
+    tokens = value.tokens if isinstance(value, Outer) else 0
+    flops = 2.0 * ctx.batch_size * tokens * size
+    ctx.note(value, "sum of squares", "dense", flops=flops, entries=2 * ctx.batch_size * size)
 
 
 def with_scale_and_keep(value: Value, scale, keep) -> Value:

@@ -254,7 +254,8 @@ def _times_matrix(eqn, left: Value, right: Value, lc, rc) -> Outer | None:
     """``(a g^T) W`` is ``a (W^T g)^T``."""
     flipped = not isinstance(left, Outer)
     value, array, vc, ac = (right, left, rc, lc) if flipped else (left, right, lc, rc)
-    if not isinstance(value, Outer) or not isinstance(array, (Dense, Shared)):
+    # Of two per-example operands the product is made anew, with one of them as entries.
+    if not isinstance(value, Outer) or not isinstance(array, Shared):
         return None
     gone = [axis for d in vc for axis in value.dims[d]]
     groups = {group for group, _ in gone}
@@ -268,14 +269,10 @@ def _times_matrix(eqn, left: Value, right: Value, lc, rc) -> Outer | None:
     order = [axis[1] for axis in gone]
     factor = jnp.transpose(factor, (*range(stack + 2), *(stack + 2 + i for i in order)))
     factor = factor.reshape(*factor.shape[: stack + 2], -1)
-    lead = 1 if isinstance(array, Dense) else 0
     rest = [d for d in range(len(array.shape)) if d not in ac]
-    matrix = jnp.transpose(array.array, (*range(lead), *(d + lead for d in (*ac, *rest))))
-    matrix = matrix.reshape(*matrix.shape[:lead], factor.shape[-1], -1)
+    matrix = jnp.transpose(array.array, (*ac, *rest)).reshape(factor.shape[-1], -1)
     names = "stuvwxyz"[:stack]
-    made = jnp.einsum(
-        f"{names}bci,{'b' * lead}ij->{names}bcj", factor, matrix, precision=value.precision
-    )
+    made = jnp.einsum(f"{names}bci,ij->{names}bcj", factor, matrix, precision=value.precision)
     made = made.reshape(*made.shape[:-1], *(array.shape[d] for d in rest))
     ours = tuple(value.dims[d] for d in range(len(value.shape)) if d not in vc)
     theirs = tuple(((group, i),) for i in range(len(rest)))

@@ -7,12 +7,15 @@ from microbatch.jax._factored._context import FLOPS_PER_BYTE, Event, Site
 
 
 def unused_factors(events: Sequence[Event]) -> frozenset[Site]:
-    """Sites of which only entries are asked: factors would be no use."""
-    return frozenset(
-        site
-        for site, asked in _by_site(events).items()
-        if all(event.statistic in ("made", "entries") for event in asked)
-    )
+    """Sites whose factors would be no use: only entries are asked of them, or these too and are the smaller."""
+    return frozenset(site for site, asked in _by_site(events).items() if _factors_are_unused(asked))
+
+
+def _factors_are_unused(asked: list[Event]) -> bool:
+    made = next((event for event in asked if event.statistic == "made"), None)
+    kinds = {event.statistic for event in asked} - {"made"}
+    small = made is not None and made.bytes <= made.factor_bytes
+    return kinds == {"entries"} or ("entries" in kinds and small)
 
 
 def cheaper_as_arrays(events: Sequence[Event]) -> frozenset[Site]:
@@ -30,11 +33,10 @@ def _array_is_cheaper(asked: list[Event]) -> bool:
         return False
     uses = [event for event in asked if event.statistic != "made"]
     statistics = [event for event in uses if event.statistic != "entries"]
-    if not statistics:
+    if len(statistics) < len(uses) or not statistics:
         return False
     new_factors = made.factor_bytes if made.how == "patches" else 0.0
-    entries = [event for event in uses if event.statistic == "entries"][:1]
-    from_factors = new_factors + sum(_cost(event) for event in [*statistics, *entries])
+    from_factors = new_factors + sum(_cost(event) for event in statistics)
     from_array = new_factors + _cost(made) + made.bytes * len(uses)
     return made.bytes <= made.factor_bytes and from_array < from_factors
 

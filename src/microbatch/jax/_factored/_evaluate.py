@@ -72,6 +72,28 @@ def evaluate(
     return _finish(out_tree, aggregate, weight, ctx, values)
 
 
+def plan_run(fun, args, in_axes, aggregate, weight, engine, norms, vmap_fn):
+    """The context that `evaluate` would run in, with its record, and the outputs' paths and values; nothing is run."""
+    _check(engine, norms)
+    static, flat, axes, tree = _flatten(args, in_axes)
+    batch_size = _batch_size(flat, axes)
+    seen = []
+
+    def run_on(flat, weight):
+        program = _trace(_Call(fun, static, tree), flat, axes)
+        finish = partial(_finish, program.out_tree, aggregate, weight)
+        ctx = _chosen(program, batch_size, vmap_fn, norms, engine, finish)
+        values = program.run(ctx)
+        finish(ctx, values)
+        seen.append((ctx, program.out_tree, values))
+
+    jax.eval_shape(run_on, flat, weight)
+    ctx, out_tree, values = seen[0]
+    places = jax.tree.unflatten(out_tree, list(range(len(values))))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(places)]
+    return ctx, [path or "output" for path in paths], values
+
+
 def _check(engine: str, norms: str) -> None:
     for name, value, allowed in (("engine", engine, ENGINES), ("norms", norms, NORMS)):
         if value not in allowed:

@@ -9,8 +9,7 @@ from typing import Any
 from jax import extend
 
 from microbatch.jax._factored import _algebra as algebra
-from microbatch.jax._factored import _control, _makers
-from microbatch.jax._factored import _arithmetic, _nonfinite, _shapes  # noqa: F401 (they register their rules)
+from microbatch.jax._factored import _arithmetic, _control, _makers, _nonfinite, _shapes  # noqa: F401 (they register their rules)
 from microbatch.jax._factored._context import Context
 from microbatch.jax._factored._registry import MAKERS, RULES
 from microbatch.jax._factored._values import (
@@ -51,20 +50,22 @@ class _Frame:
     def step(self, index: int, eqn) -> None:
         ctx = self.ctx.at(index, primitive=eqn.primitive.name)
         known = [self.read(v) for v in eqn.invars]
-        if self._looks_alone(eqn, known):
-            if any(value is _PENDING for value in known):
-                self.flush(index)
-            values = [self.read(v) for v in eqn.invars]
-            outs = _apply(ctx, eqn, values)
+        if _has_rule(eqn, known):
+            outs = _by_rule(ctx, eqn, self._values(index, eqn))
             if outs is not None:
                 self.env.update(zip(eqn.outvars, outs, strict=True))
                 return
         for var, value in zip(eqn.invars, known, strict=True):
             if value is not _PENDING and is_factored(value) and var not in self.arrays:
                 self.arrays[var] = Dense(algebra.entries(ctx, value))
+        if _has_maker(eqn, known):
+            out = MAKERS[eqn.primitive.name](ctx, eqn, *self._values(index, eqn, arrays=True))
+            if out is not None:
+                self.env[eqn.outvars[0]] = out
+                return
         if any(value is _PENDING or is_per_example(value) for value in known):
             self.waiting.append(index)
-            self.env.update({v: _PENDING for v in eqn.outvars})
+            self.env.update(dict.fromkeys(eqn.outvars, _PENDING))
         else:
             inputs = list(dict.fromkeys(_variables(eqn.invars)))
             function = _function(self.jaxpr, [eqn], inputs, eqn.outvars)
@@ -93,18 +94,14 @@ class _Frame:
             self.env.update(zip(kept, map(Dense, outs), strict=True))
         self.waiting = []
 
-    def _looks_alone(self, eqn, known: list) -> bool:
-        name = eqn.primitive.name
-        factored = any(value is not _PENDING and is_factored(value) for value in known)
-        if name in _control.CALLS:
-            return factored or (name not in _control.CUSTOM and _control.may_make(eqn))
-        zero = [value is not _PENDING and is_zero(value) for value in known]
-        if name in RULES and (factored or (any(zero) and all(v is not _PENDING for v in known))):
-            return True
-        if name == "broadcast_in_dim":
-            return eqn.invars[0].aval.size == 1
-        per_example = [value is _PENDING or is_per_example(value) for value in known]
-        return name in MAKERS and _makers.could_make(eqn, per_example, zero)
+    def _values(self, index: int, eqn, arrays: bool = False) -> list[Value]:
+        """The inputs' values, with the arrays of factored ones if `arrays`; runs what waits if they need it."""
+        if any(self.read(v) is _PENDING for v in eqn.invars):
+            self.flush(index)
+        return [(arrays and self._made_array(v)) or self.read(v) for v in eqn.invars]
+
+    def _made_array(self, var) -> Dense | None:
+        return None if isinstance(var, extend.core.Literal) else self.arrays.get(var)
 
     def _per_example(self, var) -> bool:
         return var in self.arrays or is_per_example(self.env[var])
@@ -116,18 +113,31 @@ class _Frame:
         return value.array
 
 
-def _apply(ctx: Context, eqn, values: list[Value]) -> list[Value] | None:
+def _has_rule(eqn, known: list) -> bool:
+    """Whether the equation is to be looked at before its inputs become arrays; some may still wait."""
+    name = eqn.primitive.name
+    factored = any(value is not _PENDING and is_factored(value) for value in known)
+    if name in _control.CALLS:
+        return factored or (name not in _control.CUSTOM and _control.may_make(eqn))
+    if name == "broadcast_in_dim" and eqn.invars[0].aval.size == 1:
+        return True
+    zero = any(value is not _PENDING and is_zero(value) for value in known)
+    return name in RULES and (factored or (zero and _PENDING not in known))
+
+
+def _has_maker(eqn, known: list) -> bool:
+    if eqn.primitive.name not in MAKERS:
+        return False
+    per_example = [value is _PENDING or is_per_example(value) for value in known]
+    return _makers.could_make(eqn, per_example, [v is not _PENDING and is_zero(v) for v in known])
+
+
+def _by_rule(ctx: Context, eqn, values: list[Value]) -> list[Value] | None:
     """The outputs by a rule, or None if the equation needs arrays."""
     name = eqn.primitive.name
     if name in _control.CALLS:
         return _control.CALLS[name](run, ctx, eqn, values)
-    out = None
-    if any(is_factored(v) or is_zero(v) for v in values) or name == "broadcast_in_dim":
-        out = RULES[name](ctx, eqn, *values) if name in RULES else None
-    if out is None and name in MAKERS and not any(map(is_factored, values)):
-        per_example, zero = [is_per_example(v) for v in values], [is_zero(v) for v in values]
-        if _makers.could_make(eqn, per_example, zero):
-            out = MAKERS[name](ctx, eqn, *values)
+    out = RULES[name](ctx, eqn, *values)
     if out is None:
         return None
     return list(out) if eqn.primitive.multiple_results else [out]

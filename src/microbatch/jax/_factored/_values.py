@@ -6,7 +6,7 @@ stored arrays; `shape` of a value is always the shape that *one example* sees.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ Axis = tuple[str, int]
 """A stored axis of an `Outer`: its group (`"stack"`, `"lhs"`, `"rhs"`) and its index in the group."""
 
 
+@dataclass_transform(frozen_default=True, eq_default=False)
 def _value(*meta: str):
     """Registers a frozen dataclass as a pytree; `meta` are the fields that are not arrays."""
 
