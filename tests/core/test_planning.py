@@ -14,7 +14,8 @@ from microbatch._memory import (
     host_memory_bytes,
     resolve_budget,
 )
-from microbatch._planning import candidate_sizes, is_affine, lower_to, make_plan, search
+from microbatch._planning import lower_to, make_plan
+from microbatch._search import candidate_sizes, is_affine, search
 
 BATCHES = st.integers(1, 3000) | st.sampled_from([4096, 2**20, 720_720, 1021])
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from microbatch._accumulation import AccumulationType
 from microbatch._checks import Slot
 from microbatch._errors import BatchError, BudgetError, MicrobatchError, PlanError
-from microbatch._planning import candidate_sizes
+from microbatch._search import candidate_sizes, search
 from microbatch._splitting import divisors
 from microbatch.jax import _memory
 from microbatch.jax._memory import compile_program, is_differentiated, resolve_auto
@@ -242,11 +242,7 @@ def test_a_prime_batch_is_offered_a_remainder():
 
 def test_a_loop_that_fits_only_below_a_switch_of_algorithm_is_found_by_halving(monkeypatch):
     step = lambda size: 1000 * size if size <= 64 else 10_000 * size
-    monkeypatch.setattr(
-        _memory, "search", lambda probe, *a, **k: original(lambda size: step(size), *a, **k)
-    )
-    from microbatch._planning import search as original
-
+    monkeypatch.setattr(_memory, "search", lambda probe, *a, **k: search(step, *a, **k))
     loss, args = MODELS["mlp"]
     found = plan(loss, 1, MEAN, memory_budget=200_000)(*args)
     assert found.microbatch_size == 64

@@ -12,14 +12,8 @@ from microbatch._checks import Slot
 from microbatch._errors import BudgetError, PlanError
 from microbatch._identity import Recent, function_key
 from microbatch._memory import Budget, host_memory_bytes, resolve_budget
-from microbatch._planning import (
-    Plan,
-    candidate_sizes,
-    logger,
-    lower_to,
-    make_plan,
-    search,
-)
+from microbatch._planning import Plan, logger, lower_to, make_plan
+from microbatch._search import candidate_sizes, halvings, search
 from microbatch.jax._binding import hoisted, is_array
 
 # Buffers are padded, and small ones come and go with the size; more than this is a bend in the line.
@@ -129,19 +123,6 @@ def make_plan_for(
     )
     logger.info("%s: microbatch_size=%s. %s", where, made.microbatch_size, made.explanation)
     return made
-
-
-def halvings(sizes: Sequence[int], largest: int, most: int = 5) -> list[int]:
-    """`largest` and at most four smaller sizes, each about half of the one before.
-
-    >>> halvings((1, 2, 3, 4, 6, 12), 12)
-    [12, 6, 3, 1]
-    """
-    chosen: list[int] = []
-    for size in sorted((s for s in sizes if s <= largest), reverse=True):
-        if len(chosen) < most and (not chosen or size <= 0.6 * chosen[-1]):
-            chosen.append(size)
-    return chosen
 
 
 def resolve_auto(

@@ -19,7 +19,8 @@ from microbatch._checks import (
     signature_of,
 )
 from microbatch._errors import PlanError
-from microbatch._planning import Plan, candidate_sizes
+from microbatch._planning import Plan
+from microbatch._search import candidate_sizes
 from microbatch.jax._binding import batch_leaves
 from microbatch.jax._memory import (
     Program,

@@ -38,7 +38,7 @@ from microbatch.torch._differentiate import (
     evaluate,
     refuse_row_mixing,
 )
-from microbatch.torch._planning import resolve_auto
+from microbatch.torch._memory import resolve_auto
 from microbatch.torch._program import Schedule
 from microbatch.torch._randomness import Randomness
 
@@ -134,6 +134,9 @@ def microbatch(
     a scalar with CONCAT        ``[num_microbatches]``
     equal values with MAX, MIN  the gradient goes to the first microbatch that has the value
     ==========================  =======================================================================
+
+    Compile `fun` (``microbatch(torch.compile(fun), …)``): views of all full microbatches share one program. A caller that
+    is compiled itself runs the loop in Python.
 
     >>> w = torch.tensor(3.0, requires_grad=True)
     >>> loss = microbatch(lambda x: (w * x).square().mean(), 0, 2, AccumulationType.MEAN)
@@ -272,6 +275,9 @@ def run(
     subject: Callable[..., Any] | None = None,
 ) -> Any:
     """One call of a microbatched function; `subject` is what the user knows of `fun`, where that is less."""
+    if torch.compiler.is_compiling():
+        # The loop stays in Python; a compiled `fun` is compiled for a microbatch.
+        return torch.compiler.disable(run)(fun, settings, args, kwargs, subject)
     where = settings.where
     slots = locate(where, settings.signature, settings.argnums, settings.argnames, args, kwargs)
     dims = per_argument(where, "in_dims", settings.in_dims, slots)

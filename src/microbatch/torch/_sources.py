@@ -14,7 +14,7 @@ from microbatch._trees import map_prefix
 from microbatch.torch._batch import NOT_SPLIT, Batch, batch_of
 from microbatch.torch._carried import CarriedArguments
 from microbatch.torch._distributed import Sync
-from microbatch.torch._planning import resolve_auto
+from microbatch.torch._memory import resolve_auto
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch._verification import Cause, Leaf, Verification, compare, explain, worst
 from microbatch.torch._batch import NOT_SPLIT, Batch, argument_names, batch_of
 from microbatch.torch._discovery import Found, discover
+from microbatch.torch._memory import device_budget, device_of
 from microbatch.torch._microbatch import microbatch
-from microbatch.torch._planning import bundle, device_budget, device_of
+from microbatch.torch._planning import bundle
 from microbatch.torch._simulation import Work, fake_peak, kept
 
 

@@ -1,0 +1,228 @@
+"""How many bytes a microbatch size takes, and the size that fits: followed on shapes, nothing is allocated."""
+
+import functools
+import statistics
+import time as clock
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from microbatch._checks import check_size, name_of
+from microbatch._errors import BudgetError, MicrobatchError, PlanError
+from microbatch._identity import Recent, function_key
+from microbatch._memory import Budget, host_memory_bytes, resolve_budget
+from microbatch._planning import Plan, logger, lower_to, make_plan
+from microbatch._search import Search, candidate_sizes, halvings, line_through, search
+from microbatch.torch._batch import Batch
+from microbatch.torch._discovery import discover
+from microbatch.torch._simulation import Work, fake_peak, real_peak, run_once
+
+# What shapes do not tell on CUDA: the libraries' workspaces, and what fragmentation wastes.
+CUDA_WORKSPACE_BYTES = 128 * 2**20
+CUDA_FRAGMENTATION = 0.05
+
+_plans: Recent[Plan] = Recent(256)
+
+
+def resolve_auto(
+    microbatch_size: Any,
+    where: str,
+    fun: Callable[..., Any],
+    batch: Batch,
+    *,
+    memory_budget: int | str | None = None,
+    concat: bool = False,
+    backward: bool | None = None,
+    remainder: str = "allow",
+    accumulator_dtype: torch.dtype | None = None,
+    process_group: Any = None,
+) -> Any:
+    """`microbatch_size`, or where it is ``"auto"`` the size that a plan finds.
+
+    One line in every function that takes a size::
+
+        microbatch_size = resolve_auto(microbatch_size, where, fun, batch, memory_budget=memory_budget)
+
+    Plans are remembered by `function_key` and the batch's shapes. With several processes every one must call it, each
+    time: they agree on the smallest size.
+
+    Raises:
+      BudgetError: nothing fits; the message has the numbers.
+    """
+    if not (isinstance(microbatch_size, str) and microbatch_size == "auto"):
+        if memory_budget is not None:
+            raise BudgetError(
+                f'{where}: memory_budget={memory_budget!r} is used with microbatch_size="auto" only.\n'
+                f'Use microbatch_size="auto", or leave memory_budget out.'
+            )
+        return microbatch_size
+    place = device_of(fun, batch.args)
+    work = Work(where, fun, batch, concat, backward, None, accumulator_dtype, place)
+    key = (
+        function_key(fun, _describe),
+        tuple(_shape_key(leaf) for leaf in tree_leaves(batch.args)),
+        str(batch.dims),
+        (memory_budget, concat, backward, remainder, accumulator_dtype, str(place)),
+    )
+
+    allow = remainder == "allow"
+    make = lambda: plan_work(work, name_of(fun), memory_budget, remainder=allow)
+    try:
+        own: Plan | MicrobatchError = _plans.get(key, make)
+    except MicrobatchError as error:
+        own = error
+    # Also a process that failed takes part, or the others would wait for it.
+    size = smallest(
+        0 if isinstance(own, MicrobatchError) else own.microbatch_size, place, process_group
+    )
+    if isinstance(own, MicrobatchError):
+        raise own
+    found = lower_to(own, size, candidate_sizes(own.batch_size, remainder=allow))
+    if found.microbatch_size is None:
+        raise BudgetError(
+            f"{where}: {found.explanation}\nRaise memory_budget, or give microbatch_size a number."
+        )
+    return found.microbatch_size
+
+
+def device_budget(memory_budget: int | str | None, device: torch.device, where: str) -> Budget:
+    """The budget on a device, from its total memory."""
+    if device.type == "cuda":
+        total: int | None = (
+            torch.cuda.mem_get_info(device)[1] if torch.cuda.is_available() else None
+        )
+    else:
+        total = host_memory_bytes() if device.type == "cpu" else None
+    return resolve_budget(memory_budget, total, str(device), where=where)
+
+
+def plan_work(
+    work: Work,
+    name: str,
+    memory_budget: int | str | None,
+    *,
+    remainder: bool,
+    time: bool = False,
+    candidates: Sequence[int] | None = None,
+    probe: bool = False,
+) -> Plan:
+    """This process's plan; with `time` and `probe` it runs the work."""
+    budget = device_budget(memory_budget, work.device, work.where)
+    rows = work.batch.batch_size
+    if rows < 1:
+        raise PlanError(
+            f"{work.where}: the batch has no rows.\nPlan with a batch of the size to be used."
+        )
+    sizes = sizes_of(work.where, rows, candidates, remainder)
+    if probe:
+        found = _probe_really(work, sizes, budget.bytes)
+    else:
+        bytes_of = lambda size: _with_margin(fake_peak(work, size), work)
+        found = search(bytes_of, rows, budget.bytes, sizes)
+    seconds = _measure(work, found, sizes) if time and found.microbatch_size is not None else None
+    made = make_plan(
+        found,
+        sizes,
+        budget,
+        name=name,
+        framework="torch",
+        batch_size=rows,
+        remainder=remainder,
+        seconds=seconds,
+    )
+    logger.info("%s: microbatch_size=%s. %s", work.where, made.microbatch_size, made.explanation)
+    return made
+
+
+def sizes_of(
+    where: str, rows: int, candidates: Sequence[int] | None, remainder: bool
+) -> tuple[int, ...]:
+    """The sizes to consider: those that were given and suit the batch, or all that are worth it."""
+    if candidates is None:
+        return candidate_sizes(rows, remainder=remainder)
+    given = {check_size(where, "candidates", size) for size in candidates}
+    usable = tuple(sorted(s for s in given if s <= rows and (remainder or rows % s == 0)))
+    if not usable:
+        raise PlanError(
+            f"{where}: none of candidates={tuple(candidates)!r} divides the batch of {rows} rows.\n"
+            'Give sizes that do, or remainder="allow".'
+        )
+    return usable
+
+
+def smallest(size: int | None, device: torch.device, group: Any) -> int:
+    """The smallest size of all processes, 0 where one has none; every process must call this."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return size or 0
+    on = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    held = torch.tensor(size or 0, device=on)
+    dist.all_reduce(held, op=dist.ReduceOp.MIN, group=group)
+    return int(held)
+
+
+def _probe_really(work: Work, sizes: Sequence[int], budget_bytes: int) -> Search:
+    """The line through two small real runs: nothing larger is run, so the answer itself is a prediction."""
+    small = [s for s in sizes if s < work.batch.batch_size][:4] or list(sizes)
+    probed = {s: _with_margin(real_peak(work, s), work) for s in {small[0], small[-1]}}
+    line = line_through(probed)
+    fitting = [s for s in sizes if line(s) <= budget_bytes]
+    return Search(max(fitting, default=None), probed, line, affine=True)
+
+
+def _with_margin(count: int, work: Work) -> int:
+    if work.device.type != "cuda":
+        return count
+    return int(count * (1 + CUDA_FRAGMENTATION)) + CUDA_WORKSPACE_BYTES
+
+
+def _measure(work: Work, found: Search, sizes: Sequence[int]) -> dict[int, float]:
+    """Seconds a batch takes at the largest sizes that fit, one per halving, at most five."""
+    seconds = {}
+    for size in halvings(sizes, found.microbatch_size or 0):
+        run = functools.partial(run_once, work, size)
+        run()
+        seconds[size] = statistics.median(_timed(run, work.device) for _ in range(3))
+    return seconds
+
+
+def _timed(run: Callable[[], float], device: torch.device) -> float:
+    """Seconds of the whole batch, from a run of a share of it."""
+    _wait(device)
+    start = clock.perf_counter()
+    share = run()
+    _wait(device)
+    return (clock.perf_counter() - start) / share
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_of(fun: Callable[..., Any], args: Any) -> torch.device:
+    """Where the work happens: on the parameters' device, else the batch's."""
+    tensors = [t for _, t in discover(fun, args).named_leaves()]
+    tensors += [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+    devices = [t.device for t in tensors if t.device.type != "meta"]
+    accelerators = [d for d in devices if d.type != "cpu"]
+    return next(iter((*accelerators, *devices)), torch.device("cpu"))
+
+
+def _describe(value: Any) -> Hashable | None:
+    if isinstance(value, torch.nn.Module):
+        trained = tuple(p.requires_grad for p in value.parameters())
+        modes = tuple(module.training for module in value.modules())
+        return ("module", id(value), weakref.ref(value), modes, trained)
+    if isinstance(value, torch.Tensor):
+        return _shape_key(value)
+    return None
+
+
+def _shape_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), str(leaf.dtype), str(leaf.device), leaf.requires_grad)
+    return leaf if isinstance(leaf, str | int | float | bool | None) else type(leaf).__name__
