@@ -218,7 +218,7 @@ def batch_size_of(where: str, leaves: Sequence[Leaf], option: str = "in_axes") -
                 f"{where}: {leaf.path} is {shape} and has no axis {leaf.axis} to split.\n"
                 "Pass it as an argument of its own that is not a batch argument, or give it rows."
             )
-    sizes = [leaf.shape[leaf.axis] for leaf in leaves]
+    sizes = [leaf.shape[leaf.axis] for leaf in leaves if leaf.shape is not None]
     if len(set(sizes)) > 1:
         rows = "\n".join(
             f"  {leaf.path}: {size} along axis {leaf.axis} of shape {leaf.shape}"

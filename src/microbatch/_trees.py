@@ -128,7 +128,8 @@ def _rebuild(tree: Any, children: list[Any]) -> Any:
         return None
     if isinstance(tree, Mapping):
         items = dict(zip(tree, children, strict=True))
-        return items if type(tree) is dict else type(tree)(items)
+        kind: Any = type(tree)
+        return items if kind is dict else kind(items)
     if hasattr(tree, "_fields"):
         return type(tree)(*children)
     return type(tree)(children)

@@ -222,7 +222,7 @@ def _compare_leaf(whole: Leaf, pieces: Leaf, reference: Leaf | None, largest: fl
     a, b = whole.array, pieces.array
     dtype = whole.dtype_name
     result = lambda difference, units, errors, verdict: Comparison(
-        whole.path, whole.role, dtype, a.shape, difference, units, *errors, verdict
+        whole.path, whole.role, dtype, a.shape, difference, units, errors[0], errors[1], verdict
     )
     if a.shape != b.shape:
         return result(float("inf"), float("inf"), (None, None), "different")
