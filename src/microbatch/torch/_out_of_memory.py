@@ -42,13 +42,28 @@ def out_of_memory(
     batch_size: int,
     index: int,
     device: torch.device,
+    predicted: int | None,
     grads: str,
     distributed: bool,
 ) -> OutOfMemory:
-    """The error to raise, outside of the ``except`` block so that it keeps nothing of the attempt alive."""
+    """The error to raise, outside of the ``except`` block so that it keeps nothing of the attempt alive.
+
+    Args:
+      where: the words that open the message.
+      words: the message of the error that was caught.
+      microbatch_size: rows in a microbatch; None for microbatches that came ready.
+      batch_size: rows in the batch.
+      index: the microbatch that failed.
+      device: where memory ran out.
+      predicted: the peak that shapes predict for this size, in bytes; None where that is unknown.
+      grads: what has become of the gradients.
+      distributed: whether other processes wait for this one.
+    """
     asked = bytes_asked(words)
     available = available_bytes(device)
     amounts = [] if asked is None else [f"it asked for {mebibytes(asked)}"]
+    if predicted is not None:
+        amounts.append(f"a peak of {mebibytes(predicted)} is predicted, parameters included")
     if available is not None:
         amounts.append(f"{mebibytes(available)} are available on {device}")
     detail = f"; {', '.join(amounts)}" if amounts else ""
@@ -89,7 +104,9 @@ def bytes_asked(words: str) -> int | None:
 def available_bytes(device: torch.device) -> int | None:
     """Free bytes on the device now; None where it cannot be asked."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What the allocator holds and does not use is free for this process.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     if device.type != "cpu":
         return None
     try:

@@ -14,7 +14,8 @@ from microbatch._trees import map_prefix
 from microbatch.torch._batch import NOT_SPLIT, Batch, batch_of
 from microbatch.torch._carried import CarriedArguments
 from microbatch.torch._distributed import Sync
-from microbatch.torch._memory import resolve_auto
+from microbatch.torch._memory import device_of, resolve_auto
+from microbatch.torch._simulation import Work, fake_peak
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Source:
     take: Callable[[CarriedArguments, int], tuple[Any, ...]]
     rows: Callable[[int], int]
     count: int
+    predict: Callable[[], int | None]
+    """The peak bytes that shapes predict for this size; None where they do not."""
     microbatch_size: int | None
     """None where the microbatches came as such."""
     batch_size: int
@@ -92,7 +95,7 @@ def cutting(
             accumulator_dtype=options.accumulator_dtype,
             process_group=options.process_group or group,
         )
-        return _cut(batch, size)
+        return _cut(batch, size, lambda: _predicted(where, loss_fn, batch, size, options))
 
     return Preparation(
         check=lambda: batch_of(where, loss_fn, args, in_dims),
@@ -101,7 +104,19 @@ def cutting(
     )
 
 
-def _cut(batch: Batch, size: int | None) -> Source:
+def _predicted(
+    where: str, loss_fn: Callable[..., Any], batch: Batch, size: int | None, options: Options
+) -> int | None:
+    """What a plan would say of this size; asked only after memory ran out, so whatever stops it stops only that."""
+    try:
+        device = device_of(loss_fn, batch.args)
+        work = Work(where, loss_fn, batch, False, True, None, options.accumulator_dtype, device)
+        return fake_peak(work, size or batch.batch_size)
+    except Exception:
+        return None
+
+
+def _cut(batch: Batch, size: int | None, predict: Callable[[], int | None]) -> Source:
     """The microbatches of one batch."""
     rows = max(batch.batch_size, 1)
     split = Split(batch.batch_size, min(size or rows, rows))
@@ -114,6 +129,7 @@ def _cut(batch: Batch, size: int | None) -> Source:
         args=lambda i: batch.rows(*bounds(i)),
         take=lambda carried, i: carried.take(batch.args, batch.dims, *bounds(i)),
         rows=split.size,
+        predict=predict,
         # A batch without rows still runs once, as a zero: for its gradients of zero, and for the other processes.
         count=max(split.num_microbatches, 1),
         microbatch_size=split.microbatch_size,
@@ -153,6 +169,7 @@ def _ready(
         take=lambda carried, i: carried.take(microbatches[i], uncut[i], 0, 0),
         rows=rows,
         count=len(microbatches),
+        predict=lambda: None,
         microbatch_size=None,
         batch_size=len(microbatches),
     )

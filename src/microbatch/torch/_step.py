@@ -346,6 +346,7 @@ class _Call:
             batch_size=self.source.batch_size,
             index=progress.index,
             device=torch.device("cpu") if leaf is None else leaf.device,
+            predicted=None if self.wrappers else self.source.predict(),
             grads=grads,
             distributed=bool(self.wrappers.groups),
         )
