@@ -3,6 +3,7 @@ PYTHON ?= python3
 FRAMEWORK ?= jax
 DEMO_ARGS ?=
 TEST_ARGS ?= -n 2
+BENCH_ARGS ?=
 VENV := .venv
 CREATED := $(VENV)/created
 BIN := $(VENV)/bin
@@ -31,7 +32,7 @@ format: $(DEV_READY)
 	$(BIN)/ruff format .
 
 bench: $(DEV_READY)
-	for file in benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 docs: $(DOCS_READY)
 	$(BIN)/mkdocs build --strict
