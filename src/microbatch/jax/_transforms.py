@@ -1,0 +1,187 @@
+"""Ready `transform_fn`s and statistics for `micro_grad`: clipping, moments, and the gradient noise scale."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def squared_norm(tree: Any) -> jax.Array:
+    """The sum of squares of all entries of a tree, in float32 or wider: ``[]``.
+
+    Equivalent to ``sum(jnp.sum(leaf ** 2) for leaf in jax.tree.leaves(tree))``.
+
+    >>> float(squared_norm({"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}))
+    25.0
+    """
+    wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in _leaves(tree)]
+    return sum((jnp.sum(jnp.square(leaf)) for leaf in wide), start=jnp.zeros((), jnp.float32))
+
+
+def clip_by_global_norm(max_norm: float) -> Callable[[Any], Any]:
+    """A `transform_fn` that scales one example's gradient to a norm of at most `max_norm`.
+
+    Equivalent to::
+
+        def transform_fn(gradient):
+            norm = sqrt(sum of squares of all entries of all leaves)
+            return tree.map(lambda leaf: leaf * min(1, max_norm / norm), gradient)
+
+    Args:
+      max_norm: the bound, in the gradient's unit; a Python number, not negative.
+
+    Returns:
+      A function of a gradient tree; leaves keep shapes and dtypes, the norm is taken in float32 or wider.
+
+    Raises:
+      ValueError: `max_norm` is negative or nan.
+
+    ======================  ====================================================
+    gradient                result
+    ======================  ====================================================
+    norm 0                  unchanged (zeros), never 0 / 0
+    norm <= max_norm        unchanged, bit for bit up to a factor of 1
+    max_norm = 0            zeros
+    max_norm = inf          unchanged
+    nan or infinite entry   nan, as for a whole batch; skip such rows by a weight
+    ======================  ====================================================
+
+    Source: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133, algorithm 1.
+
+    >>> clipped = clip_by_global_norm(1.0)({"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)})
+    >>> [round(float(x), 3) for x in (*clipped["w"], clipped["b"])]
+    [0.6, 0.0, 0.8]
+    """
+    if not isinstance(max_norm, numbers.Real) or isinstance(max_norm, bool) or not max_norm >= 0:
+        raise ValueError(
+            f"clip_by_global_norm: max_norm={max_norm!r} is not a number that is at least 0.\n"
+            "Use clip_by_global_norm(1.0)."
+        )
+    bound = float(max_norm)
+
+    def transform_fn(gradient: Any) -> Any:
+        if math.isinf(bound):
+            return gradient
+        norm = jnp.sqrt(squared_norm(gradient))
+        exceeds = norm > bound
+        scale = jnp.where(exceeds, bound / jnp.where(exceeds, norm, 1), 1)
+        scaled = lambda leaf: (
+            leaf * jnp.astype(scale, leaf.dtype) if hasattr(leaf, "dtype") else leaf
+        )
+        return jax.tree.map(scaled, gradient)
+
+    return transform_fn
+
+
+def per_example_moments() -> Callable[[Any], tuple[Any, Any]]:
+    """A `transform_fn` whose mean over the examples is the first two moments ``(E[g], E[g**2])``, entry by entry.
+
+    Equivalent to ``lambda gradient: (gradient, tree.map(square, gradient))``. Use it with ``accumulator=MEAN``;
+    ``E[g**2] - E[g]**2`` then is the variance of the examples' gradients.
+
+    Returns:
+      A function from a gradient tree to two trees of its shapes and dtypes.
+
+    Source: Dangel et al., BackPACK, arXiv 1912.10985 (second moment and variance).
+
+    >>> mean, square = per_example_moments()({"w": jnp.array([3.0, -1.0])})
+    >>> mean["w"].tolist(), square["w"].tolist()
+    ([3.0, -1.0], [9.0, 1.0])
+    """
+    return lambda gradient: (gradient, jax.tree.map(jnp.square, gradient))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoiseScale:
+    """What `noise_scale` estimates.
+
+    Attributes:
+      value: the noise scale in examples ``[]``; nan if it is undefined, infinite if the noise hides the gradient.
+      squared_norm: of the true gradient, an unbiased estimate ``[]``; it may be negative.
+      variance: the trace of the covariance of one example's gradient, an unbiased estimate ``[]``.
+      defined: False for a single group, from which noise cannot be told.
+    """
+
+    value: jax.Array
+    squared_norm: jax.Array
+    variance: jax.Array
+    defined: bool = dataclasses.field(metadata={"static": True})
+
+    def __str__(self) -> str:
+        if not self.defined:
+            return "undefined: one group of examples says nothing about noise; use two or more microbatches"
+        return f"{self.value:.6g} examples"
+
+
+def noise_scale(mean_gradient: Any, squared_norms: jax.Array, group_size: int = 1) -> NoiseScale:
+    """The simple gradient noise scale: the batch size beyond which more examples hardly improve a step.
+
+    Equivalent to, for ``n`` groups of ``b`` examples and ``B = n * b``::
+
+        big, small = squared_norm(mean_gradient), mean(squared_norms)
+        squared = (B * big - b * small) / (B - b)
+        variance = (small - big) / (1 / b - 1 / B)
+        value = variance / squared
+
+    Args:
+      mean_gradient: the mean gradient of all examples, a tree.
+      squared_norms: ``[n]``, the squared norms of the mean gradient of each group: of each example
+        (``metrics_fn=squared_norm``) or of each microbatch.
+      group_size: examples in a group, 1 or the microbatch size.
+
+    Returns:
+      A `NoiseScale`, in examples.
+
+    Raises:
+      ValueError: `squared_norms` is not one row of numbers, or `group_size` is not a positive integer.
+
+    ==================================  ===============================================
+    groups                              value
+    ==================================  ===============================================
+    one                                 nan and ``defined=False``, never a division by 0
+    all gradients equal                 0
+    estimated squared norm not above 0  infinite
+    a nan gradient                      nan
+    ==================================  ===============================================
+
+    Source: McCandlish et al., An Empirical Model of Large-Batch Training, arXiv 1812.06162, appendix A.1.
+
+    Two examples with gradients 1 and 3: their variance is 2, and |g|**2 is 2**2 - 2 / 2 = 3.
+
+    >>> estimate = noise_scale(jnp.array([2.0]), jnp.array([1.0, 9.0]))
+    >>> float(estimate.variance), float(estimate.squared_norm), round(float(estimate.value), 3)
+    (2.0, 3.0, 0.667)
+    >>> print(noise_scale(jnp.array([2.0]), jnp.array([4.0])))
+    undefined: one group of examples says nothing about noise; use two or more microbatches
+    """
+    squared_norms = jnp.asarray(squared_norms)
+    if squared_norms.ndim != 1 or squared_norms.shape[0] == 0:
+        raise ValueError(
+            f"noise_scale: squared_norms has shape {squared_norms.shape}, not one number per group.\n"
+            "Pass the [n] squared norms of the n groups, for example aux.metrics of metrics_fn=squared_norm."
+        )
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+        raise ValueError(
+            f"noise_scale: group_size={group_size!r} is not a positive integer.\n"
+            "Use 1 for norms per example, or the microbatch size for norms per microbatch."
+        )
+    groups = squared_norms.shape[0]
+    if groups == 1:
+        nan = jnp.full((), jnp.nan, squared_norms.dtype)
+        return NoiseScale(nan, nan, nan, defined=False)
+    small_batch, big_batch = group_size, groups * group_size
+    small, big = jnp.mean(squared_norms), squared_norm(mean_gradient)
+    squared = (big_batch * big - small_batch * small) / (big_batch - small_batch)
+    variance = (small - big) / (1 / small_batch - 1 / big_batch)
+    hidden = squared <= 0
+    value = jnp.where(hidden, jnp.inf, variance / jnp.where(hidden, 1, squared))
+    return NoiseScale(value, squared, variance, defined=True)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
