@@ -16,10 +16,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from microbatch._accumulation import AccumulationType
 from microbatch._checks import Slot
 from microbatch._errors import BatchError, BudgetError, MicrobatchError, PlanError
-from microbatch._search import candidate_sizes, search
+from microbatch._memory import Budget
+from microbatch._search import candidate_sizes
 from microbatch._splitting import divisors
-from microbatch.jax import _memory
-from microbatch.jax._memory import compile_program, is_differentiated, resolve_auto
+from microbatch.jax._memory import (
+    Program,
+    compile_program,
+    is_differentiated,
+    make_plan_for,
+    resolve_auto,
+)
 from microbatch.jax._microbatch import microbatch
 from microbatch.jax._planning import plan
 
@@ -240,11 +246,11 @@ def test_a_prime_batch_is_offered_a_remainder():
     assert allowed.predicted_bytes <= 700 * 2**10
 
 
-def test_a_loop_that_fits_only_below_a_switch_of_algorithm_is_found_by_halving(monkeypatch):
-    step = lambda size: 1000 * size if size <= 64 else 10_000 * size
-    monkeypatch.setattr(_memory, "search", lambda probe, *a, **k: search(step, *a, **k))
-    loss, args = MODELS["mlp"]
-    found = plan(loss, 1, MEAN, memory_budget=200_000)(*args)
+def test_a_loop_that_fits_only_below_a_switch_of_algorithm_is_found_by_halving():
+    mib = lambda size: size if size <= 64 else 10 * size
+    program = lambda size: Program(lambda: None, mib(size) * 2**20, 0)
+    budget = Budget(200 * 2**20, "given")
+    found = make_plan_for("plan(fun)", "fun", program, 512, 0, budget, remainder=False)
     assert found.microbatch_size == 64
     assert not found.affine and "not affine" in found.explanation
 
