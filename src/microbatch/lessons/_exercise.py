@@ -76,9 +76,11 @@ def check(
 def words(value: Any) -> str:
     """A value as the learner would print it, on one line.
 
-    >>> words(np.array([2.0, 1.0]))
-    '[2. 1.]'
+    >>> words(np.array([[2.0], [1.0]])), words((np.array([3.0]), 4))
+    ('[[2.] [1.]]', '[3.] and 4')
     """
+    if isinstance(value, tuple):
+        return " and ".join(map(words, value))
     return " ".join(str(_as_array(value)).split()) if _is_array(value) else repr(value)
 
 
