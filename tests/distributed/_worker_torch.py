@@ -169,6 +169,42 @@ def sum_and_sum_over_weight_ddp(rank):
 
 
 @check
+def rows_weigh_where_nothing_else_does(rank):
+    batches = [rows_of(0, 2), rows_of(1, 7)]
+    mean_square = lambda model, x, labels: model(x).square().mean()
+    wanted, grads = one_process(mean_square, batches)
+    ddp = DDP(fresh())
+    loss, aux = mb.backward(
+        lambda x, labels: (mean_square(ddp, x, labels), len(x)), *batches[rank], microbatch_size=3,
+        has_aux=True,
+    )  # fmt: skip
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
+    assert_grads(ddp, grads)
+    assert aux == ([2] if rank == 0 else [3, 3, 1])
+
+
+@check
+def losses_with_reductions_of_their_own(rank):
+    batches = [rows_of(r, 4 + 2 * r) for r in range(2)]
+    penalty = lambda model, x: model(x).square().mean()
+    both = lambda m, x, y: token_loss(m, x, y) + penalty(m, x)
+    wanted, grads = one_process(both, batches)
+    ddp = DDP(fresh())
+
+    def loss_fn(x, labels):
+        logits = ddp(x)  # Once: DDP takes one forward for each backward.
+        tokens = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return {"tokens": tokens, "penalty": logits.square().mean()}
+
+    losses = mb.backward(
+        loss_fn, *batches[rank], microbatch_size=2,
+        weight_fn={"tokens": count_tokens, "penalty": None},
+    )  # fmt: skip
+    torch.testing.assert_close(sum(losses.values()).double(), wanted, rtol=1e-6, atol=0)
+    assert_grads(ddp, grads)
+
+
+@check
 def S8_uneven_counts_ddp(rank):
     batches = [rows_of(0, 2), rows_of(1, 7)]
     wanted, grads = one_process(token_loss, batches)
@@ -496,6 +532,21 @@ def fsdp2_both_ways(rank):
         loss_fn(*batches[0]).backward()
         assert_grads(model, one_process(token_loss, batches[:1])[1])
     assert scatters == {"auto": 8, "every": 8, "last": 2}, scatters
+
+
+@check
+def a_failure_leaves_fsdp2_as_it_was(rank):
+    batches = [rows_of(r, 4) for r in range(2)]
+    model = sharded()
+
+    def loss_fn(x, labels):
+        token_loss(model, x, labels)
+        raise KeyError("mine")
+
+    with raises(KeyError, "mine"):
+        mb.backward(loss_fn, *batches[rank], microbatch_size=2, sync="last")
+    token_loss(model, *batches[0]).backward()
+    assert_grads(model, one_process(token_loss, batches[:1])[1])
 
 
 @check

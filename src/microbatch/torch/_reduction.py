@@ -33,12 +33,13 @@ class Terms:
         """Whether losses are told apart by key."""
         return None not in self.terms
 
-    def of(self, where: str, keys: Sequence[str] | None) -> dict[str | None, Term]:
-        """The term of each loss that came; keys that do not match are refused."""
+    def of(self, where: str, keys: Sequence[str | None]) -> dict[str | None, Term]:
+        """The term of each loss that came (None is a single loss); keys that do not match are refused."""
         if not self.named:
-            return dict.fromkeys(keys if keys is not None else [None], self.terms[None])
-        if keys is None or set(keys) != set(self.terms):
-            came = "a single loss" if keys is None else f"the keys {', '.join(map(repr, keys))}"
+            return dict.fromkeys(keys, self.terms[None])
+        if set(keys) != set(self.terms):
+            single = list(keys) == [None]
+            came = "a single loss" if single else f"the keys {', '.join(map(repr, keys))}"
             raise MicrobatchError(
                 f"{where}: the loss has {came}, but reduction and weight_fn name "
                 f"{', '.join(map(repr, self.terms))}.\n"

@@ -191,9 +191,7 @@ class _Call:
                 total = self._forward(args, progress, first=position == 0)
                 if position == 0:
                     self._check_closures(total, len(running))
-                    if (
-                        len(self.found.modules) > known
-                    ):  # Modules that ran without having been found.
+                    if len(self.found.modules) > known:
                         restorer.add(leaf for _, leaf in self.found.named_leaves())
                 self._note_leaves(total, restorer, first=position == 0)
                 if is_last and earlier:
@@ -236,7 +234,7 @@ class _Call:
                 stack.callback(hook.remove)
             output = self.loss_fn(*args)
         losses, aux = unpack(self.where, output, self.options.has_aux)
-        keys = None if list(losses) == [None] else [str(key) for key in losses]
+        keys = list(losses)
         total: torch.Tensor | None = None
         for key, term in self.terms.of(self.where, keys).items():
             loss, factor = losses[key], self._scale(key, term, index)

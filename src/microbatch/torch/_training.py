@@ -72,7 +72,8 @@ def backward(
         DistributedDataParallel, "every" for fully_shard, whose gradients then stay sharded.
       sync_modules: wrapped modules that cannot be found from `loss_fn`.
       process_group: the processes that share the batch; those of the wrapped modules where None. Without a wrapped
-        module each process gets its share of the gradient, to be summed by the caller.
+        module each process gets its share of the gradient, to be summed by the caller; parameters beside a wrapped
+        module get the number of processes times that, to be averaged.
       backward_fn: called in place of ``loss.backward()``, for example ``lambda loss: scaler.scale(loss).backward()``.
       accumulator_dtype: sums the gradients of parameters of a lower precision beside them in this dtype, and casts once.
       rollback: keeps a copy of gradients that exist before the call, so that they come back when it fails. Gradients
