@@ -74,7 +74,7 @@ footer { margin-top: 3rem; padding-top: 1rem; border-top: 1px solid var(--grid);
   }
   body { padding: 0; max-width: none; font-size: 10.5pt; }
   h2 { break-after: avoid; }
-  figure, dl.facts div, tr { break-inside: avoid; }
+  figure, dl.facts div, tr, footer { break-inside: avoid; }
   figure .wide { display: block; max-width: 15cm; }
   figure .narrow { display: none; }
 }
