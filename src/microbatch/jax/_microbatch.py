@@ -367,6 +367,7 @@ def _weights(
     weight_fn = options.weight_fn
     if weight_fn is None:
         return None
+    shared, rows = jax.tree.map(lax.stop_gradient, (shared, rows))
 
     def weight(rows: list[Any]) -> jax.Array:
         args, kwargs = call.with_arrays(shared, states, rows)
@@ -376,7 +377,7 @@ def _weights(
                 f"{options.where}: weight_fn returned shape {value.shape} of dtype {value.dtype}.\n"
                 "Return one number per microbatch, for example mask.sum()."
             )
-        return lax.stop_gradient(value.astype(jnp.result_type(float)))
+        return value.astype(jnp.result_type(float))
 
     def weights(rows: list[Any], cuts: Sequence[Rows]) -> jax.Array:
         of_full = lambda i: weight([take(x, cut, i) for x, cut in zip(rows, cuts, strict=True)])
@@ -386,7 +387,7 @@ def _weights(
         if split.tail:
             tail = [take_tail(x, cut) for x, cut in zip(rows, cuts, strict=True)]
             parts.append(weight(tail)[None])
-        return lax.stop_gradient(jnp.concatenate([*parts, jnp.zeros(0)]))
+        return jnp.concatenate([*parts, jnp.zeros(0)])
 
     if devices is not None:
         return weights_of_shards(devices, weights, rows, cuts)

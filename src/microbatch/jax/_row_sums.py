@@ -15,7 +15,7 @@ from microbatch.jax._graph import Graph, Node
 from microbatch.jax._rows import varying_axes
 
 # Linear in one operand, whatever the lengths of its axes; and those whose parameters hold lengths.
-UNARY = frozenset(["neg", "transpose", "copy", "copy_p", "squeeze"])
+UNARY = frozenset(["neg", "transpose", "copy", "copy_p", "squeeze", "stop_gradient"])
 SIZED = frozenset(["reshape", "broadcast_in_dim", "reduce_sum", "slice", "rev"])
 RESHARDS = frozenset(["reshard", "sharding_constraint"])
 ADDITIONS = frozenset(["add", "add_any", "sub"])
