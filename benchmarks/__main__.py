@@ -17,6 +17,7 @@ from benchmarks._harness import measure
 MODULES = {
     "gradient": "benchmarks.jax_gradient",
     "through": "benchmarks.jax_through",
+    "per_example": "benchmarks.jax_per_example",
 }
 RESULTS = Path(__file__).parent / "results.json"
 

@@ -4,6 +4,7 @@ A function is its code and what the code can see: closure, defaults and globals,
 for one is right for another with an equal key.
 """
 
+import dataclasses
 import functools
 import types
 import weakref
@@ -87,6 +88,9 @@ def _key(value: Any, describe: Callable[[Any], Hashable | None], depth: int) -> 
             type(value).__name__,
             tuple((again(name), again(item)) for name, item in value.items()),
         )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return (type(value), tuple(again(getattr(value, field.name)) for field in fields))
     return _identity(value)
 
 
@@ -97,7 +101,9 @@ class _Same:
 def _identity(value: Any) -> Hashable:
     # An id alone could be that of a later object; a weak reference to a dead one equals nothing else.
     try:
-        return ("object", id(value), weakref.ref(value))
+        reference = weakref.ref(value)
+        hash(reference)
+        return ("object", id(value), reference)
     except TypeError:
         return _Same()
 

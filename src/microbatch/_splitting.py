@@ -7,6 +7,7 @@ from microbatch._errors import MicrobatchSizeError
 
 Order = Literal["strided", "contiguous"]
 Remainder = Literal["error", "allow"]
+Auto = Literal["auto"]
 
 
 @dataclass(frozen=True)

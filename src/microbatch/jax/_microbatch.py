@@ -26,7 +26,7 @@ from microbatch._checks import (
     signature_of,
 )
 from microbatch._errors import AccumulatorError, BatchError, MicrobatchError, MicrobatchSizeError
-from microbatch._splitting import Order, Remainder, Split, make_split
+from microbatch._splitting import Auto, Order, Remainder, Split, make_split
 from microbatch.jax._accumulators import Moment
 from microbatch.jax._binding import Call, batch_leaves, flatten_call, hoisted
 from microbatch.jax._convolutions import has_convolution
@@ -40,6 +40,7 @@ from microbatch.jax._devices import (
 )
 from microbatch.jax._differentiate import Differentiate, evaluate
 from microbatch.jax._fold import Arrays, Loop
+from microbatch.jax._memory import resolve_auto
 from microbatch.jax._outputs import OutputPlan, of_single_microbatch, plan_outputs
 from microbatch.jax._put_off import once_reduced
 from microbatch.jax._rows import Rows, explicit_shards, take, take_tail
@@ -56,7 +57,7 @@ class Options:
     argnums: tuple[int, ...]
     argnames: tuple[str, ...]
     in_axes: Any
-    microbatch_size: int | None
+    microbatch_size: int | Auto | None
     num_microbatches: int | None
     num_real_microbatches: Any
     accumulator: Any
@@ -70,12 +71,13 @@ class Options:
     mesh: Any = None
     batch_spec: Any = None
     reduce: Reduce = "once"
+    memory_budget: int | str | None = None
 
 
 def microbatch(
     fun: Callable[..., Any],
     argnums: int | Sequence[int],
-    microbatch_size: int | None,
+    microbatch_size: int | Auto | None,
     accumulator: Any = AccumulationType.SUM,
     *,
     argnames: str | Sequence[str] = (),
@@ -92,6 +94,7 @@ def microbatch(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     batch_spec: jax.sharding.PartitionSpec | str | None = None,
     reduce: Reduce = "once",
+    memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
     """Evaluates `fun` on a batch piece by piece and returns what the whole batch would have returned.
 
@@ -109,7 +112,8 @@ def microbatch(
       fun: the function of a whole batch. Its batch arguments are trees of arrays ``[B, ...]``; it is called with
         ``[m, ...]`` in their places.
       argnums: which positional arguments have a batch axis; negative numbers count from the end.
-      microbatch_size: m, rows in a microbatch. None (without `num_microbatches`) returns `fun`.
+      microbatch_size: m, rows in a microbatch; "auto" is the largest that fits, as `plan` finds it by compiling, never by
+        running out. None (without `num_microbatches`) returns `fun`.
       accumulator: how the outputs combine: a kind of `AccumulationType`, an `Accumulator`, a `Carry`, or a tree of
         these that is a prefix of the output. MEAN is Σ wᵢxᵢ / Σ wᵢ.
       argnames: which arguments, by name, have a batch axis.
@@ -141,6 +145,7 @@ def microbatch(
       batch_spec: over which axes of the mesh the rows lie, for example ``P("data")``. Default: the only axis.
       reduce: where parameters are sharded over the axes of the rows: "once" holds whole sums on each device and
         scatters them after the loop, "each" holds them in shards and scatters each microbatch.
+      memory_budget: with "auto", what one device may use: bytes, ``"12GiB"``, or ``"80%"`` of its memory. Default: 90%.
 
     Returns:
       A function of the same arguments.
@@ -190,6 +195,7 @@ def microbatch(
         mesh=mesh,
         batch_spec=batch_spec,
         reduce=reduce,
+        memory_budget=memory_budget,
     )
     if microbatch_size is None and num_microbatches is None:
         return fun
@@ -220,9 +226,22 @@ def run(
             )
     in_axes = per_argument(where, "in_axes", options.in_axes, batch)
     batch_size, subject = batch_size_of(where, batch_leaves(where, batch, in_axes, args, kwargs))
+    size = resolve_auto(
+        options.microbatch_size,
+        where,
+        fun,
+        functools.partial(_of_size, fun, options),
+        batch,
+        batch_size,
+        args,
+        kwargs,
+        memory_budget=options.memory_budget,
+        remainder=options.remainder,
+        key=_memory_key(options),
+    )
     split = make_split(
         batch_size,
-        options.microbatch_size,
+        size,
         options.num_microbatches,
         order=options.order,
         remainder=options.remainder,
@@ -244,6 +263,21 @@ def run(
         if carries:
             raise refused_carry(where)
     return _looped(fun, options, split, call, count, devices)
+
+
+def _of_size(fun: Callable[..., Any], options: Options, size: int) -> Callable[..., Any]:
+    """The microbatched function of another size."""
+    options = dataclasses.replace(options, microbatch_size=size, memory_budget=None)
+    return lambda *args, **kwargs: run(fun, options, args, kwargs)
+
+
+def _memory_key(options: Options) -> tuple[Any, ...]:
+    """Everything about the options that changes memory."""
+    names = (
+        "argnums argnames in_axes accumulator order accumulator_dtype differentiate "
+        "checkpoint_policy mesh batch_spec reduce"
+    )
+    return tuple(repr(getattr(options, name)) for name in names.split())
 
 
 def _looped(
@@ -404,7 +438,8 @@ def checked(options: Options, *, declared: bool = True) -> Options:
     sizes = {}
     for name in ("microbatch_size", "num_microbatches"):
         value = getattr(options, name)
-        sizes[name] = None if value is None else check_size(where, name, value)
+        is_auto = name == "microbatch_size" and isinstance(value, str) and value == "auto"
+        sizes[name] = value if value is None or is_auto else check_size(where, name, value)
     if declared:
         check_declared(where, options.signature, options.argnums, options.argnames)
     check_choice(where, "order", options.order, ("strided", "contiguous"))

@@ -18,13 +18,14 @@ from microbatch._accumulation import (
 )
 from microbatch._checks import as_argnums, check_choice, name_of, signature_of
 from microbatch._errors import AccumulatorError, BatchError
-from microbatch._splitting import Order, Remainder
+from microbatch._splitting import Auto, Order, Remainder, make_split
 from microbatch.jax._accumulators import SUM, carry_dtype, highest, lowest
 from microbatch.jax._differentiate import Differentiate
-from microbatch.jax._factored import evaluate
+from microbatch.jax._factored import Explanation, evaluate, explain
 from microbatch.jax._microbatch import Options, checked, run
 
 Engine = Literal["auto", "factored", "vmap"]
+Norms = Literal["gram", "safe"]
 CONCAT = AccumulationType.CONCAT
 ROW_INDEX = "index of the row in the batch"
 
@@ -48,7 +49,7 @@ def micro_vmap(
     in_axes: Any = 0,
     out_axes: Any = 0,
     *,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Auto | None = None,
     vmap_fn: Callable[..., Any] = jax.vmap,
     accumulator: Any = CONCAT,
     num_real_microbatches: int | jax.Array | None = None,
@@ -60,6 +61,8 @@ def micro_vmap(
     key_argnums: int | Sequence[int] = (),
     differentiate: Differentiate = "auto",
     engine: Engine = "auto",
+    norms: Norms = "gram",
+    memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
     """A `jax.vmap` that fits: examples are mapped a microbatch at a time, and their outputs combined.
 
@@ -71,7 +74,7 @@ def micro_vmap(
       in_axes: as `jax.vmap`'s: an integer, None, or a sequence with an entry (a tree) per positional argument.
         Keyword arguments are mapped over axis 0.
       out_axes: where CONCAT puts the examples; 0 for everything else.
-      microbatch_size: examples in a microbatch; None maps all at once.
+      microbatch_size: examples in a microbatch; "auto" is the largest number that fits; None maps all at once.
       vmap_fn: what maps; `jax.vmap` or a partial of it with keywords keeps the factored engine, any other
         function is called as ``vmap_fn(fun, in_axes, out_axes)`` and runs as given.
       accumulator: how the examples' outputs combine, a tree that is a prefix of the output. An `Accumulator`
@@ -88,9 +91,13 @@ def micro_vmap(
       differentiate: see `microbatch`.
       engine: "auto" keeps products of two per-example values as factors where that is cheaper, "factored" wherever
         it can, "vmap" never. The results are the same.
+      norms: "gram" takes norms over many tokens from products of factors where that is cheaper; where tokens nearly cancel
+        they lose digits relative to (Σₜ‖aₜ‖‖gₜ‖)². "safe" takes them from entries.
+      memory_budget: see `microbatch`.
 
     Returns:
-      A function of the arguments of `fun`, each with an additional axis of examples.
+      A function of the arguments of `fun`, each with an additional axis of examples. Its `explain`, called with the
+      same arguments (their shapes suffice), is a table of how each statistic is computed, and what made it dense.
 
     >>> micro_vmap(lambda x: x**2, microbatch_size=2)(jnp.arange(4)).tolist()
     [0, 1, 4, 9]
@@ -105,6 +112,7 @@ def micro_vmap(
         weight_fn=weight_fn,
         key_argnums=as_argnums(f"micro_vmap({name_of(fun)})", key_argnums),
         engine=engine,
+        norms=norms,
         options={
             "microbatch_size": microbatch_size,
             "num_microbatches": num_microbatches,
@@ -113,6 +121,7 @@ def micro_vmap(
             "remainder": remainder,
             "accumulator_dtype": accumulator_dtype,
             "differentiate": differentiate,
+            "memory_budget": memory_budget,
         },
     )
     _check(spec)
@@ -121,6 +130,7 @@ def micro_vmap(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return _run(spec, args, kwargs)
 
+    mapped.explain = lambda *args, **kwargs: _explain(spec, args, kwargs)
     return mapped
 
 
@@ -131,7 +141,7 @@ def micro_grad(
     *,
     batch_argnums: int | Sequence[int] = 1,
     keep_batch_dim: bool = True,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Auto | None = None,
     accumulator: Any = SUM,
     transform_fn: Callable[[Any], Any] = lambda gradients: gradients,
     metrics_fn: Callable[[Any], Any] = lambda gradients: None,
@@ -144,6 +154,8 @@ def micro_grad(
     key_argnums: int | Sequence[int] = (),
     differentiate: Differentiate = "auto",
     engine: Engine = "auto",
+    norms: Norms = "gram",
+    memory_budget: int | str | None = None,
 ) -> Callable[..., Any]:
     """Per-example gradients: each transformed, then combined, at the price of a plain gradient where the algebra allows.
 
@@ -158,7 +170,7 @@ def micro_grad(
       argnums: what to differentiate.
       batch_argnums: which positional arguments hold examples along axis 0. Keyword arguments do, too.
       keep_batch_dim: whether `fun` expects a batch axis; keys and keyword arguments never get one.
-      microbatch_size: examples in a microbatch; None takes all at once.
+      microbatch_size: examples in a microbatch; "auto" is the largest number that fits; None takes all at once.
       accumulator: how the transformed gradients combine, a tree that is a prefix of them.
       transform_fn: maps one example's gradient to a tree.
       metrics_fn: maps one example's gradient to a tree that is returned per example.
@@ -171,10 +183,12 @@ def micro_grad(
       key_argnums: see `micro_vmap`.
       differentiate: see `microbatch`.
       engine: see `micro_vmap`.
+      norms: see `micro_vmap`; clipping for privacy wants "safe".
+      memory_budget: see `microbatch`.
 
     Returns:
       A function of the same arguments that returns ``(gradients, Aux(values, metrics, aux))``. Its `explain`, called
-      with the same arguments, tells how each statistic is computed.
+      with the same arguments (their shapes suffice), is a table of how each statistic is computed, and what made it dense.
 
     The gradient of ½(w·x − y)² at w = 0, x = 1 is −y; its mean, the mean of its square, and its norm:
 
@@ -223,6 +237,7 @@ def micro_grad(
         weight_fn=None if weight_fn is None else example_weight,
         key_argnums=as_argnums(where, key_argnums),
         engine=engine,
+        norms=norms,
         options={
             "microbatch_size": microbatch_size,
             "num_microbatches": num_microbatches,
@@ -231,15 +246,20 @@ def micro_grad(
             "remainder": remainder,
             "accumulator_dtype": accumulator_dtype,
             "differentiate": differentiate,
+            "memory_budget": memory_budget,
         },
     )
     _check(spec)
 
+    def of_call(args: tuple[Any, ...]) -> _Spec:
+        in_axes = tuple(0 if i in batch else None for i in range(len(args)))
+        return dataclasses.replace(spec, in_axes=in_axes)
+
     @functools.wraps(fun)
     def gradients_of(*args: Any, **kwargs: Any) -> tuple[Any, Aux]:
-        in_axes = tuple(0 if i in batch else None for i in range(len(args)))
-        return _run(dataclasses.replace(spec, in_axes=in_axes), args, kwargs)
+        return _run(of_call(args), args, kwargs)
 
+    gradients_of.explain = lambda *args, **kwargs: _explain(of_call(args), args, kwargs)
     return gradients_of
 
 
@@ -256,12 +276,14 @@ class _Spec:
     weight_fn: Callable[..., Any] | None
     key_argnums: tuple[int, ...]
     engine: Engine
+    norms: Norms
     options: dict[str, Any]
 
 
 def _check(spec: _Spec) -> None:
     where = spec.where
     check_choice(where, "engine", spec.engine, ("auto", "factored", "vmap"))
+    check_choice(where, "norms", spec.norms, ("gram", "safe"))
     moved = any(axis != 0 for axis in jax.tree.leaves(spec.out_axes))
     kinds = [as_accumulator(leaf) for leaf in _accumulators(spec.accumulator)]
     if moved and any(kind is not CONCAT for kind in kinds):
@@ -346,6 +368,44 @@ def _on_examples(
     kinds: Any,
 ) -> Any:
     """One microbatch: `fun` on each example, the examples' outputs combined."""
+    out = evaluate(*_mapped(spec, rows, args, kwargs, in_axes), **_how(spec, weights, kinds))
+    if weights is not None:
+        return out
+    size = _batch_size(args, kwargs, in_axes)
+    mean = lambda kind, part: jax.tree.map(lambda x: x / size, part) if kind in MEANS else part
+    return jax.tree.map(mean, kinds, out)
+
+
+def _explain(spec: _Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+    """How one microbatch's statistics are computed; from shapes alone."""
+    in_axes = _axes_per_argument(spec, len(args))
+    is_leaf = lambda value: as_accumulator(value) is not None
+    kinds = jax.tree.map(as_accumulator, spec.accumulator, is_leaf=is_leaf)
+    batch_size = _batch_size(args, kwargs, in_axes)
+    given = spec.options["microbatch_size"], spec.options["num_microbatches"]
+    size = batch_size
+    if isinstance(given[0], int) or given[1] is not None:
+        size = min(make_split(batch_size, *given, remainder="allow").microbatch_size, batch_size)
+
+    def of_microbatch(axis: Any, part: Any) -> Any:
+        def describe(leaf: Any) -> Any:
+            at = axis % leaf.ndim
+            return jax.ShapeDtypeStruct((*leaf.shape[:at], size, *leaf.shape[at + 1 :]), leaf.dtype)
+
+        return part if axis is None else jax.tree.map(describe, part)
+
+    args, kwargs = jax.tree.map(
+        of_microbatch, (in_axes, 0), (args, kwargs), is_leaf=lambda axis: axis is None
+    )
+    rows = jax.ShapeDtypeStruct((size,), jnp.int32) if spec.key_argnums else None
+    weights = None if spec.weight_fn is None else jax.ShapeDtypeStruct((size,), jnp.float32)
+    return explain(*_mapped(spec, rows, args, kwargs, in_axes), **_how(spec, weights, kinds))
+
+
+def _mapped(
+    spec: _Spec, rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The function of one example, its arguments and their axes, as the engine takes them."""
 
     def example(row: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         folded = lambda key: jax.random.fold_in(key, row)
@@ -354,24 +414,21 @@ def _on_examples(
         )
         return spec.fun(*args, **kwargs)
 
-    how = jax.tree.map(functools.partial(_aggregation, weights), kinds)
+    return example, (rows, args, kwargs), (None if rows is None else 0, in_axes, 0)
+
+
+def _how(spec: _Spec, weights: Any, kinds: Any) -> dict[str, Any]:
+    """How the engine maps and combines."""
     is_vmap = spec.vmap_fn is jax.vmap or getattr(spec.vmap_fn, "func", None) is jax.vmap
     # Collectives over the examples need the axis that only a real vmap has.
     is_named = "axis_name" in getattr(spec.vmap_fn, "keywords", {})
-    out = evaluate(
-        example,
-        (rows, args, kwargs),
-        (None if rows is None else 0, in_axes, 0),
-        aggregate=how,
-        weight=weights,
-        engine=spec.engine if is_vmap and not is_named else "vmap",
-        vmap_fn=spec.vmap_fn if is_vmap else lambda f, in_axes: spec.vmap_fn(f, in_axes, 0),
-    )
-    if weights is not None:
-        return out
-    size = _batch_size(args, kwargs, in_axes)
-    mean = lambda kind, part: jax.tree.map(lambda x: x / size, part) if kind in MEANS else part
-    return jax.tree.map(mean, kinds, out)
+    return {
+        "aggregate": jax.tree.map(functools.partial(_aggregation, weights), kinds),
+        "weight": weights,
+        "engine": spec.engine if is_vmap and not is_named else "vmap",
+        "norms": spec.norms,
+        "vmap_fn": spec.vmap_fn if is_vmap else lambda f, in_axes: spec.vmap_fn(f, in_axes, 0),
+    }
 
 
 def _aggregation(weights: Any, kind: Any) -> Any:
