@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from microbatch._accumulation import AccumulationType
 from microbatch._errors import AccumulatorError, MicrobatchError
 from microbatch._identity import Recent
 from microbatch.jax._accumulators import CONCAT, RULES, Moment, Output, update
@@ -322,7 +323,7 @@ def _first_carry(where: str, output: Output) -> Any:
     carry = RULES[output.kind].init(output.type, output.dtype)
     if RULES[output.kind].wide and jnp.issubdtype(carry.dtype, jnp.inexact):
         # −0.0 + x is x, its sign of zero included.
-        return -carry
+        return lax.neg(carry)
     return carry
 
 
@@ -349,17 +350,36 @@ def _custom_carry(where: str, output: Output) -> Any:
 def _finished(
     facts: tuple[Any, Any], in_place: list[Any], others: list[Any], total: Any, lost: Any, ran: Any
 ) -> list[Any]:
-    results, mine, foreign = [], iter(in_place), iter(others)
-    for output, own in zip(*facts, strict=True):
-        carry = next(mine) if own else next(foreign)
-        if output.is_custom:
-            results.append(output.kind.finalize(carry))
-            continue
-        rule = RULES[output.kind]
-        if rule.wide:
-            carry = jnp.where(ran == 0, 0, carry)
-        results.append(rule.finalize(carry, total + lost).astype(output.type.dtype))
-    return results
+    """The results, one primitive a leaf where that does: models have thousands."""
+    mine, foreign = iter(in_place), iter(others)
+    carries = [next(mine) if own else next(foreign) for own in facts[1]]
+    outputs = list(facts[0])
+    wide = [i for i, o in enumerate(outputs) if not o.is_custom and RULES[o.kind].wide]
+    total = total + lost
+
+    def nothing(sums: list[Any]) -> list[Any]:
+        return [jnp.zeros_like(x) for x in sums]
+
+    def something(sums: list[Any]) -> list[Any]:
+        return [
+            _divided(x, total) if outputs[i].kind is AccumulationType.MEAN else x
+            for i, x in zip(wide, sums, strict=True)
+        ]
+
+    done = lax.cond(ran == 0, nothing, something, [carries[i] for i in wide])
+    for i, x in zip(wide, done, strict=True):
+        carries[i] = x
+    return [
+        output.kind.finalize(carry)
+        if output.is_custom
+        else lax.convert_element_type(carry, output.type.dtype)
+        for output, carry in zip(outputs, carries, strict=True)
+    ]
+
+
+def _divided(value: jax.Array, total: jax.Array) -> jax.Array:
+    total = lax.convert_element_type(total, value.dtype)
+    return lax.div(value, lax.broadcast(total, value.shape))
 
 
 def _check_same(where: str, output: Output, carry: Any) -> None:
