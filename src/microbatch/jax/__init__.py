@@ -15,6 +15,13 @@ from microbatch.jax._per_example import Aux, micro_grad, micro_vmap
 from microbatch.jax._planning import plan
 from microbatch.jax._rows import reshape_batch_axis
 from microbatch.jax._stream import accumulate
+from microbatch.jax._transforms import (
+    NoiseScale,
+    clip_by_global_norm,
+    noise_scale,
+    per_example_moments,
+    squared_norm,
+)
 from microbatch.jax._verification import verify
 
 __all__ = [
@@ -22,13 +29,18 @@ __all__ = [
     "Accumulator",
     "Aux",
     "Carry",
+    "NoiseScale",
     "accumulate",
+    "clip_by_global_norm",
     "gradient_accumulation",
     "micro_grad",
     "micro_vmap",
     "microbatch",
+    "noise_scale",
+    "per_example_moments",
     "plan",
     "reshape_batch_axis",
+    "squared_norm",
     "verify",
     "weighted_multi_steps",
 ]
