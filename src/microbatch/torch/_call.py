@@ -159,7 +159,10 @@ class Call:
             for _, leaf in leaves_with_paths((self._arguments.args, self._arguments.kwargs))
             if isinstance(leaf, nn.Module)
         ]
-        return discover(self._subject, modules)
+        found = Found()
+        if isinstance(self._subject, nn.Module):
+            found.add_module(type(self._subject).__name__, self._subject)
+        return discover(self._subject, modules, found)
 
     def collect(self, found: Found | None) -> None:
         """Finds the flat inputs: rows, arguments and captured tensors that matter, parameters of modules."""
@@ -175,6 +178,11 @@ class Call:
             inputs += [Input(tensor) for tensor in captured_tensors(self._fun)]
             functional = transforms_active()
             reals: set[int] = set()
+            if not self._schedule.steps:  # What nothing runs for cannot be found by running.
+                reals = {id(leaf) for _, leaf in found.named_leaves() if not functional}
+                inputs += [
+                    Input(leaf, real=True) for _, leaf in found.named_leaves() if not functional
+                ]
             for member in members_of([module for _, module in found.modules.values()]):
                 plain = member.tensor.is_leaf and not is_transformed(member.tensor)
                 if functional or not plain:
