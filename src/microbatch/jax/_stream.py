@@ -30,7 +30,6 @@ from microbatch._outputs import check_can_weigh
 from microbatch.jax._accumulators import CONCAT
 from microbatch.jax._binding import is_array
 from microbatch.jax._host_rows import HostRows, targets_of
-from microbatch.jax._outputs import plan_outputs
 from microbatch.jax._stream_program import Settings, Structure, program_of, rows_of
 
 _IN_FLIGHT = 2
@@ -255,13 +254,13 @@ class _Folding:
                 )
         self.wait()
         state, self._state = self._state, None
-        finished = iter(self._last_program.finish(self._plan, state))
+        finished = iter(self._last_program.finish(self._planned, state))
         concatenated = iter(self._host_rows)
         results = [
             next(concatenated).result() if output.kind is CONCAT else next(finished)
-            for output in self._outputs
+            for output in self._planned.outputs
         ]
-        return self._plan.assemble(results, state.states)
+        return self._planned.plan.assemble(results, state.states)
 
     def progress(self) -> Progress:
         """The state, as a checkpoint holds it."""
@@ -269,7 +268,7 @@ class _Folding:
             f"state.{i}": _to_host(leaf) for i, leaf in enumerate(jax.tree.leaves(self._state))
         }
         arrays |= {f"rows.{i}": rows.saved() for i, rows in enumerate(self._host_rows)}
-        numbers = {"rows_read": self.rows_before, "output": self._words, "ran": self._ran}
+        numbers = {"rows_read": self.rows_before, "output": self._output_words(), "ran": self._ran}
         numbers["first_rows"] = self._first_rows
         return Progress(self.position, numbers, arrays)
 
@@ -279,7 +278,7 @@ class _Folding:
         if saved is None:
             return None
         self._begin(self._program(structure), rows)
-        checkpoint.check("output", saved.numbers["output"], self._words)
+        checkpoint.check("output", saved.numbers["output"], self._output_words())
         self._ran = saved.numbers["ran"]
         leaves, treedef = jax.tree.flatten(self._state)
         arrays = [_like(saved.arrays[f"state.{i}"], leaf) for i, leaf in enumerate(leaves)]
@@ -337,39 +336,35 @@ class _Folding:
         return self._last_program
 
     def _begin(self, program: Any, rows: list[Any]) -> None:
-        settings = self._settings
-        types = program.types(self._shared, self._initial, rows)
-        self._plan = plan_outputs(self.where, settings.accumulator, types, None)
-        self._outputs = self._plan.outputs(settings.accumulator_dtype)
-        paths = [f"output{path}" for path, _ in _with_paths(types)]
-        self._words = leaves_words(list(zip(paths, jax.tree.leaves(types), strict=True)))
-        places = [i for p in self._plan.parts if p.accumulator is CONCAT for i in p.values]
-        targets = targets_of(self.where, self._out, types, places)
-        like = [output.type for output in self._outputs if output.kind is CONCAT]
-        for place, aval in zip(places, like, strict=True):
-            _check_concat(self.where, paths[place], aval)
-        self._host_rows = [
-            HostRows(self.where, paths[place], aval, targets.get(place))
-            for place, aval in zip(places, like, strict=True)
-        ]
+        self._planned = program.planned(self._shared, self._initial, rows)
+        plan, outputs = self._planned.plan, self._planned.outputs
+        places = [i for p in plan.parts if p.accumulator is CONCAT for i in p.values]
+        targets = targets_of(self.where, self._out, self._planned.types, places)
+        self._host_rows = []
+        for place, output in zip(places, _concatenated(outputs), strict=True):
+            path = f"output{_with_paths(self._planned.types)[place][0]}"
+            _check_concat(self.where, path, output.type)
+            rows_so_far = HostRows(self.where, path, output.type, targets.get(place))
+            self._host_rows.append(rows_so_far)
         self._state, self._learn = program.start(self._shared, self._initial, rows, self._device)
         self._first_rows = self._rows
 
     def _leave_out(self, program: Any, rows: list[Any]) -> None:
         self.wait()
         if self._host_rows:
-            types = program.types(self._shared, self._initial, rows)
-            plan = plan_outputs(self.where, self._settings.accumulator, types, None)
-            outputs = plan.outputs(self._settings.accumulator_dtype)
-            like = [output.type for output in outputs if output.kind is CONCAT]
-            for host_rows, aval in zip(self._host_rows, like, strict=True):
-                host_rows.append_zeros(aval.shape[0] if aval.shape else 1)
+            outputs = program.planned(self._shared, self._initial, rows).outputs
+            for host_rows, output in zip(self._host_rows, _concatenated(outputs), strict=True):
+                host_rows.append_zeros(output.type.shape[0] if output.type.shape else 1)
 
     def _land(self) -> None:
         marker, pieces = self._landing.popleft()
         marker.block_until_ready()
         for host_rows, piece in zip(self._host_rows, pieces, strict=True):
             host_rows.append(piece)
+
+    def _output_words(self) -> str:
+        pairs = _with_paths(self._planned.types)
+        return leaves_words([(f"output{path}", leaf) for path, leaf in pairs])
 
     def _placed(self, leaf: Any) -> jax.Array:
         return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, self._device)
@@ -448,6 +443,10 @@ def _check_carried(where: str, carried: Sequence[int], count: int) -> None:
         raise AccumulatorError(
             f"{where}: two outputs are carried to one argument.\nGive each Carry an argument of its own."
         )
+
+
+def _concatenated(outputs: Sequence[Any]) -> list[Any]:
+    return [output for output in outputs if output.kind is CONCAT]
 
 
 def _check_concat(where: str, path: str, aval: Any) -> None:

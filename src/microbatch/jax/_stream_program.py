@@ -101,6 +101,22 @@ class State(NamedTuple):
     ran: Any
 
 
+class Planned(NamedTuple):
+    """The outputs for arguments of certain shapes.
+
+    Attributes:
+      types: the output's types, as a tree.
+      plan: its parts.
+      outputs: how they combine, but those that are carried.
+      folded: the same without CONCAT, and whether each keeps its dtype.
+    """
+
+    types: Any
+    plan: OutputPlan
+    outputs: tuple[Output, ...]
+    folded: tuple[tuple[Output, ...], tuple[bool, ...]]
+
+
 class Program:
     """A function, its accumulators and a structure, as three compiled functions."""
 
@@ -111,15 +127,28 @@ class Program:
         self._settings = settings
         self._structure = structure
         self._layouts: dict[Hashable, list[Any]] = {}
+        self._plans: Recent[Planned] = Recent(_MOST_PROGRAMS)
         # Traced once, whether for types or inside the step.
         self._evaluate = jax.jit(self._evaluated, inline=True)
         self._start = jax.jit(self._started)
         self._step = jax.jit(self._stepped, donate_argnums=0)
         self._finish = jax.jit(_finished, static_argnums=0, donate_argnums=1)
 
-    def types(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Any:
-        """The output's types; the function is traced for them, never run."""
-        return jax.eval_shape(self._evaluate, shared, states, rows)
+    def planned(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Planned:
+        """What the outputs are and how they combine; the function is traced for it, never run."""
+        shapes = tuple((x.shape, x.dtype) for x in (*shared, *states, *rows))
+        return self._plans.get(
+            (jax.config.jax_enable_x64, shapes), lambda: self._new_plan(shared, states, rows)
+        )
+
+    def _new_plan(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Planned:
+        settings = self._settings
+        types = jax.eval_shape(self._evaluate, shared, states, rows)
+        plan = plan_outputs(settings.where, settings.accumulator, types, None)
+        outputs = plan.outputs(settings.accumulator_dtype)
+        folded = [output for output in outputs if output.kind is not CONCAT]
+        same = tuple(not o.is_custom and o.dtype == o.type.dtype for o in folded)
+        return Planned(types, plan, outputs, (tuple(folded), same))
 
     def start(
         self, shared: list[Any], states: list[Any], rows: list[Any], device: Any
@@ -151,21 +180,19 @@ class Program:
         """One microbatch: the next state (`state` is gone), a scalar to wait for, and the rows of CONCAT."""
         return self._step(state, shared, rows, index)
 
-    def finish(self, plan: OutputPlan, state: State) -> list[Any]:
+    def finish(self, planned: Planned, state: State) -> list[Any]:
         """The results of all outputs but CONCAT; `state` is gone."""
-        outputs = _accumulated(plan.outputs(self._settings.accumulator_dtype))
-        same = [not o.is_custom and o.dtype == o.type.dtype for o in outputs]
+        own = planned.folded[1]
         # Only what keeps its dtype can be finished in its own memory.
-        in_place = [a for a, own in zip(state.accumulators, same, strict=True) if own]
-        others = [a for a, own in zip(state.accumulators, same, strict=True) if not own]
-        facts = (tuple(outputs), tuple(same))
-        return self._finish(facts, in_place, others, state.total, state.lost, state.ran)
+        in_place = [x for x, same in zip(state.accumulators, own, strict=True) if same]
+        others = [x for x, same in zip(state.accumulators, own, strict=True) if not same]
+        return self._finish(planned.folded, in_place, others, state.total, state.lost, state.ran)
 
     def _evaluated(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Any:
         arguments = self._structure.arguments(shared, states, rows)
         return evaluated(self._settings.where, self._fun(), arguments, {})
 
-    def _planned(
+    def _traced(
         self, shared: list[Any], states: list[Any], rows: list[Any]
     ) -> tuple[OutputPlan, Any]:
         """The plan with the types as a trace has them, sharding included, and the function's program."""
@@ -175,7 +202,7 @@ class Program:
         return plan, closed.jaxpr
 
     def _started(self, shared: list[Any], states: list[Any], rows: list[Any]) -> State:
-        plan, _ = self._planned(shared, states, rows)
+        plan, _ = self._traced(shared, states, rows)
         outputs = _accumulated(plan.outputs(self._settings.accumulator_dtype))
         zero = jnp.zeros((), jnp.result_type(float))
         return State(
@@ -192,7 +219,7 @@ class Program:
         self, state: State, shared: list[Any], rows: list[Any], index: Any
     ) -> tuple[State, Any, list[Any]]:
         settings = self._settings
-        plan, program = self._planned(shared, state.states, rows)
+        plan, program = self._traced(shared, state.states, rows)
         outputs = plan.outputs(settings.accumulator_dtype)
         evaluate = self._evaluate
         if settings.weight_fn is not None and has_convolution(program):
