@@ -34,6 +34,8 @@ class Folding:
         self._make = make
         self._paths: list[str] = []
         self._skeleton: Any = None
+        self._pattern: Any = None
+        self._carried: list[int] = []
         self._skipped: list[Step] = []
         self.folds: list[Fold] = []
         self.carries: list[Any] = []
@@ -47,7 +49,9 @@ class Folding:
         self.folds = self._make(parts, targets, rows)
         self._paths = [part.path for part in parts]
         self.accumulators = [part.accumulator for part in parts]
+        self._carried = [i for i, a in enumerate(self.accumulators) if isinstance(a, Carry)]
         self._skeleton = map_leaves(lambda _: 0, output)
+        self._pattern = assemble(self._accumulator, self._skeleton, [_PART] * len(parts))
         self.carries = [fold.init() for fold in self.folds]
         self.started = True
         for step in self._skipped:
@@ -55,14 +59,12 @@ class Folding:
 
     def add(self, output: Any, step: Step) -> dict[Carry, Any]:
         """Folds one output in; the parts that are carried into the next microbatch."""
-        parts = self._parts(output)
+        values = self._values(output)
         self.carries = [
-            fold.update(carry, part.value, step)
-            for fold, carry, part in zip(self.folds, self.carries, parts, strict=True)
+            fold.update(carry, value, step)
+            for fold, carry, value in zip(self.folds, self.carries, values, strict=True)
         ]
-        return {
-            part.accumulator: part.value for part in parts if isinstance(part.accumulator, Carry)
-        }
+        return {self.accumulators[i]: values[i] for i in self._carried}
 
     def skip(self, step: Step) -> None:
         """Leaves one microbatch out."""
@@ -81,8 +83,8 @@ class Folding:
 
     def alone(self, output: Any, step: Step) -> Any:
         """The result where `output` is the only one there will be."""
-        parts = self._parts(output)
-        results = [f.alone(part.value, step) for f, part in zip(self.folds, parts, strict=True)]
+        values = self._values(output)
+        results = [fold.alone(value, step) for fold, value in zip(self.folds, values, strict=True)]
         return assemble(self._accumulator, self._skeleton, results)
 
     def result(self, total: Any) -> Any:
@@ -93,7 +95,11 @@ class Folding:
         ]
         return assemble(self._accumulator, self._skeleton, results)
 
-    def _parts(self, output: Any) -> list[Part]:
+    def _values(self, output: Any) -> list[Any]:
+        """The values of the parts of an output, which has the structure of the first one."""
+        values: list[Any] = []
+        if _collected(self._pattern, output, values):
+            return values
         parts = parts_of(self._where, self._accumulator, output)
         paths = [part.path for part in parts]
         if paths != self._paths:
@@ -102,7 +108,30 @@ class Folding:
                 f"{', '.join(self._paths)} in the first.\n"
                 "Return the same structure from every microbatch."
             )
-        return parts
+        return [part.value for part in parts]
+
+
+_PART = object()
+
+
+def _collected(pattern: Any, tree: Any, values: list[Any]) -> bool:
+    """Appends what stands at each part of `pattern`; False where `tree` has another structure.
+
+    The quick way for what is nearly always so; `parts_of` is the one that explains.
+    """
+    if pattern is _PART:
+        values.append(tree)
+        return True
+    if type(pattern) is not type(tree):
+        return False
+    if isinstance(pattern, dict):
+        if pattern.keys() != tree.keys():
+            return False
+        return all(_collected(child, tree[key], values) for key, child in pattern.items())
+    if isinstance(pattern, list | tuple):
+        pairs = zip(pattern, tree, strict=False)
+        return len(pattern) == len(tree) and all(_collected(*pair, values) for pair in pairs)
+    return pattern is None
 
 
 def _targets(where: str, parts: list[Part], output: Any, out: Any) -> dict[str, Any]:
