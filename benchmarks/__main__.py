@@ -18,6 +18,7 @@ MODULES = {
     "gradient": "benchmarks.jax_gradient",
     "through": "benchmarks.jax_through",
     "per_example": "benchmarks.jax_per_example",
+    "torch_training": "benchmarks.torch_training",
 }
 RESULTS = Path(__file__).parent / "results.json"
 
