@@ -62,7 +62,8 @@ def backward(
         None for the whole batch at once.
       in_dims: an integer, or one entry per argument: an integer, None for "not a batch", or a tree of them.
       reduction: "mean", the loss is a mean over its weight; "sum", a plain sum; "sum_over_weight", a sum to be divided
-        by the whole batch's weight. One for all, or by the keys of the losses.
+        by the whole batch's weight. One for all, or by the keys of the losses. A loss that is a product of means over
+        the batch, as some load-balancing losses are, is neither, and no sum over microbatches gives it exactly.
       weight_fn: ``weight_fn(*microbatch)`` is what a microbatch's loss is a mean over, such as its valid tokens; rows
         where None. One for all, or by the keys of the losses. All weights are read before the first forward, in the only
         host synchronisation of the call. A microbatch of weight 0 does not run.
