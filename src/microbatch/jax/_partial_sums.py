@@ -175,6 +175,8 @@ class Program:
             key: None if key in ("out_sharding", "sharding") else value
             for key, value in node.eqn.params.items()
         }
+        for key in {"reshape": ["new_sizes"], "broadcast_in_dim": ["shape"]}.get(node.name, []):
+            params[key] = self.rows.shape_on_one(self.graph.aval(node.outputs[0]))
         return node.eqn.primitive.bind(*operands, **node.eqn.primitive.get_bind_params(params))
 
     def _varying(self, value: Any) -> jax.Array:

@@ -16,7 +16,7 @@ from microbatch.jax._rows import varying_axes
 
 # Linear in one operand, whatever the lengths of its axes; and those whose parameters hold lengths.
 UNARY = frozenset(["neg", "transpose", "copy", "copy_p", "squeeze", "stop_gradient"])
-SIZED = frozenset(["reshape", "broadcast_in_dim", "reduce_sum", "slice", "rev"])
+SIZED = frozenset(["slice", "rev"])
 RESHARDS = frozenset(["reshard", "sharding_constraint"])
 ADDITIONS = frozenset(["add", "add_any", "sub"])
 PSUMS = frozenset(["psum_invariant"])
@@ -46,6 +46,13 @@ class RowAxes:
         """How a partial sum of this type lies: unreduced over the rows' axes."""
         spec = [tuple(n for n in _ordered(entry) if n not in self.axes) for entry in spec_of(aval)]
         return PartitionSpec(*(entry or None for entry in spec), unreduced=self.axes)
+
+    def shape_on_one(self, aval: Any) -> tuple[int, ...]:
+        """The shape of a partial sum on one device."""
+        if self.mesh is None:
+            return tuple(aval.shape)
+        whole = PartitionSpec(*self.partial_spec(aval).partitions)
+        return NamedSharding(self.mesh, whole).shard_shape(aval.shape)
 
     def zeros(self, aval: Any) -> jax.Array:
         """The partial sum of nothing."""
@@ -98,7 +105,8 @@ class RowSums:
         params, (first, *others) = node.eqn.params, node.inputs or (None,)
         if self.rows.mesh is None:
             return node.name in PSUMS and frozenset(params["axes"]) == self.rows.axes
-        if not any(map(self.has_rows, node.inputs)):
+        # A product with what is a sum already is a product of two sums.
+        if not any(map(self.has_rows, node.inputs)) or any(map(self.is_partial, node.inputs)):
             return False
         match node.name:
             case "reduce_sum":
@@ -129,6 +137,8 @@ class RowSums:
             case "convert_element_type":
                 old = self.graph.aval(node.inputs[0]).dtype
                 return _keeps_sums(old, node.eqn.params["new_dtype"])
+            case "broadcast_in_dim":
+                return not self.has_rows(out)
             case "mul":
                 return sum(partial) == 1
             case "div":
@@ -139,6 +149,15 @@ class RowSums:
                 return whole and partial == [True, False] and self.is_zero(node.inputs[1])
             case "concatenate":
                 return whole and all(partial)
+            case "reduce_sum":
+                axes = node.eqn.params["axes"]
+                return not any(self._elsewhere(node.inputs[0])[axis] for axis in axes)
+            case "reshape":
+                lengths = [
+                    [n for n in self.graph.aval(ref).shape if n != 1]
+                    for ref in (node.inputs[0], out)
+                ]
+                return whole or lengths[0] == lengths[1]
         if node.name in RESHARDS:
             return self._elsewhere(out) == self._elsewhere(node.inputs[0])
         return node.name in UNARY or node.name in ADDITIONS or (whole and node.name in SIZED)
