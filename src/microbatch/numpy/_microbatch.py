@@ -222,7 +222,6 @@ def _run(
     if settings.limit is not None:
         limit = min(max(settings.limit, 0), limit)
     total: Any = 0
-    ran = 0
     for index in range(limit):
         rows = split.size(index)
         given, named = arguments(split.rows(index))
@@ -233,7 +232,7 @@ def _run(
                 folding.skip(Step(index, rows))
                 continue
         output = fun(*given, **named)
-        step = Step(index, rows, weight, own_weight, total, first=ran == 0)
+        step = Step(index, rows, weight, own_weight, total, first=not folding.started)
         if not folding.started:
             folding.start(output, rows)
         if split.num_microbatches == 1:
@@ -241,7 +240,6 @@ def _run(
         carries = folding.add(output, step)
         state.update((carried[carry], value) for carry, value in carries.items())
         total += 1 if weight is None else weight
-        ran += 1
         # Released before the next evaluation makes another.
         del given, named, output, carries
     if not folding.started:
