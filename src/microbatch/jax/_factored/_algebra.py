@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from string import ascii_letters
 
 import jax.numpy as jnp
@@ -395,7 +396,7 @@ def add_blocks(ctx: Context, left: Blocks, right: Blocks) -> Blocks | None:
     """Cuts both at each other's boundaries and adds the pieces."""
     cuts = sorted({*boundaries(left), *boundaries(right)})
     parts = []
-    for start, limit in zip(cuts, cuts[1:], strict=False):
+    for start, limit in pairwise(cuts):
         a, b = cut(left, start, limit), cut(right, start, limit)
         if a is None or b is None:
             return None

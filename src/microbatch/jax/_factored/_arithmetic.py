@@ -238,10 +238,12 @@ def dot_general(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
     (lc, rc), (lb, _) = eqn.params["dimension_numbers"]
     if lb:
         return None
+    left, right = (
+        Shared(algebra.fill_entries(v)) if isinstance(v, Fill) and not v.per_example else v
+        for v in (left, right)
+    )
     if len(lc) == len(left.shape) == len(right.shape):
         if any(isinstance(v, (Product, Fill, NonFinite, Accumulating)) for v in (left, right)):
-            return None
-        if lc != rc and is_factored(left) and left is right:
             return None
         if tuple(lc) != tuple(rc):
             return None

@@ -71,9 +71,7 @@ CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 CALLS = {
     "jit": call,
     "closed_call": call,
-    "core_call": call,
     "remat2": checkpoint,
-    "checkpoint": checkpoint,
     "custom_jvp_call": custom,
     "custom_vjp_call": custom,
     "scan": scan,

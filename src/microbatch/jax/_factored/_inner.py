@@ -5,6 +5,8 @@ For ``G[b] = sum_c a[b, c] g[b, c]^T`` the inner product of two values is
 (Goodfellow, arXiv 1510.01799, for one token; Li et al., arXiv 2110.05679, for many).
 """
 
+from itertools import pairwise
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -51,6 +53,8 @@ def inner(ctx: Context, left: Value, right: Value, kept: tuple[int, ...] = ()):
         return _inner_outer_array(ctx, left, right, kept)
     if kept:
         return None
+    if isinstance(left, Rows) and isinstance(right, (Dense, Shared)):
+        return _inner_rows_array(ctx, left, right)
     if isinstance(left, Rows) and isinstance(right, Rows):
         return _inner_rows(ctx, left, right)
     if isinstance(left, Rows) and isinstance(right, Outer):
@@ -86,7 +90,7 @@ def _inner_blocks(ctx, left, right, kept):
     if blocks.axis in kept:
         return None
     total, ends = 0.0, algebra.boundaries(blocks)
-    for start, limit in zip(ends, ends[1:], strict=False):
+    for start, limit in pairwise(ends):
         if left is right:
             a = b = algebra.cut(blocks, start, limit)
         else:
@@ -245,6 +249,21 @@ def _inner_rows(ctx: Context, left: Rows, right: Rows):
     total = jnp.sum(jnp.where(meet, gram, 0), (1, 2))
     total = _finish_pair(_raised(total, e1 + e2), left, right)
     return _clamp(total) if left is right else total
+
+
+def _inner_rows_array(ctx: Context, left: Rows, right: Dense | Shared):
+    table = right.array.reshape(
+        *right.array.shape[: right.array.ndim - len(right.shape)], *left.table
+    )
+    if isinstance(right, Dense):
+        met = table[jnp.arange(ctx.batch_size)[:, None], left.index]
+    else:
+        met = table[left.index]
+    dtype = working_dtype(left.dtype)
+    total = left.update.astype(dtype) * met.astype(dtype)
+    total = jnp.sum(total, tuple(range(1, total.ndim)))
+    ctx.note(left, "dot", "factored", entries=left.update.size)
+    return algebra.finish(total, left.scale, left.keep, dtype)
 
 
 def _inner_outer_rows(ctx: Context, left: Outer, right: Rows):

@@ -74,7 +74,7 @@ class _Frame:
 
     def read(self, var) -> Any:
         if isinstance(var, extend.core.Literal):
-            zero = var.aval.shape == () and var.aval.dtype.kind == "f" and var.val == 0
+            zero = var.aval.shape == () and var.aval.dtype.kind in "fiu" and var.val == 0
             return Fill(None, (), var.aval.dtype, False) if zero else Shared(var.val)
         return self.env[var]
 

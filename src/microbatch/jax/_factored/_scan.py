@@ -79,7 +79,7 @@ def scan(run, ctx: Context, eqn, values: list[Value]) -> list[Value] | None:
     final, (added, ys) = lax.scan(loop, start, xs, **loop_params)
     final, added = iter(final), iter(added)
     outs = []
-    for mode, value in zip(modes, init, strict=True):
+    for mode in modes:
         if mode == _ADDED:
             outs.append(_total(ctx, next(added)))
         else:

@@ -1,6 +1,7 @@
 """Rules of the primitives that move entries without changing them."""
 
 import dataclasses
+from itertools import pairwise
 
 import jax.numpy as jnp
 
@@ -70,7 +71,7 @@ def transpose(ctx: Context, eqn, value: Value) -> Value | None:
     return map_value(one, value)
 
 
-@rule("reshape", "squeeze", "expand_dims")
+@rule("reshape", "squeeze")
 def reshape(ctx: Context, eqn, value: Value) -> Value | None:
     """Any shape of the same number of entries, where no stored axis is cut unevenly."""
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
@@ -162,6 +163,31 @@ def concatenate(ctx: Context, eqn, *parts: Value) -> Value | None:
     return Blocks(tuple(flat), axis)
 
 
+@rule("stack")
+def stack(ctx: Context, eqn, *parts: Value) -> Value | None:
+    """Blocks along a new dimension."""
+    axis = eqn.params["axis"]
+    apart = [reshaped(p, (*p.shape[:axis], 1, *p.shape[axis:])) for p in parts]
+    plain = all(isinstance(p, (Outer, Rows, Dense, Shared, Fill)) for p in apart)
+    return Blocks(tuple(apart), axis) if plain and any(map(is_factored, apart)) else None
+
+
+@rule("unstack")
+def unstack(ctx: Context, eqn, value: Value) -> list[Value] | None:
+    """One value per index of a dimension."""
+    axis = eqn.params["axis"]
+    cut = algebra.cut if isinstance(value, Blocks) and value.axis == axis else algebra.cut_part
+    shape = (*value.shape[:axis], *value.shape[axis + 1 :])
+    pieces = [
+        cut(value, i, i + 1) if cut is algebra.cut else cut(value, axis, i, i + 1)
+        for i in range(value.shape[axis])
+    ]
+    if None in pieces:
+        return None
+    pieces = [reshaped(piece, shape) for piece in pieces]
+    return None if None in pieces else pieces
+
+
 @rule("slice")
 def slice_(ctx: Context, eqn, value: Value) -> Value | None:
     """``value[start:limit:stride, ..]``: of a factor's axis, or of blocks."""
@@ -196,8 +222,7 @@ def split(ctx: Context, eqn, value: Value) -> list[Value] | None:
         ends.append(ends[-1] + size)
     cut = algebra.cut if isinstance(value, Blocks) and value.axis == axis else None
     pieces = [
-        cut(value, a, b) if cut else algebra.cut_part(value, axis, a, b)
-        for a, b in zip(ends, ends[1:], strict=False)
+        cut(value, a, b) if cut else algebra.cut_part(value, axis, a, b) for a, b in pairwise(ends)
     ]
     return None if None in pieces else pieces
 
@@ -282,7 +307,7 @@ def convert_element_type(ctx: Context, eqn, value: Value) -> Value | None:
     return converted
 
 
-@rule("copy", "copy_p", "stop_gradient", "sharding_constraint", "optimization_barrier")
+@rule("copy", "stop_gradient", "sharding_constraint", "optimization_barrier")
 def same(ctx: Context, eqn, *operands: Value):
     """The value itself."""
     return operands[0] if len(operands) == 1 else list(operands)
