@@ -1,5 +1,6 @@
 """Trees of dicts, lists, tuples, named tuples and None, without a framework."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -134,6 +135,8 @@ def _rebuild(tree: Any, children: list[Any]) -> Any:
     if _is_mapping(tree):
         items = dict(zip(tree, children, strict=True))
         kind: Any = type(tree)
+        if isinstance(tree, defaultdict):
+            return kind(tree.default_factory, items)
         return items if kind is dict else kind(items)
     if hasattr(tree, "_fields"):
         return type(tree)(*children)

@@ -1,5 +1,6 @@
 """`backward` and its kin give the whole batch's loss and gradient; the oracle is the whole batch in float64."""
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -407,6 +408,29 @@ def test_C11_a_batch_with_strings_numbers_and_none():
     _, grads = whole_batch(model, lambda m, x, y: 2 * mean_square(m, x, y), x, y)
     mb.backward(loss_fn, batch, "train", microbatch_size=4)
     assert seen[0] == ("train", ["a", 3], (4, 3), None) and seen[1][2] == (2, 3)
+    assert_same_grads(grads_of(model), grads)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda items: collections.defaultdict(list, items),
+        collections.OrderedDict,
+        collections.UserDict,
+        lambda items: collections.namedtuple("Batch", list(items))(**items),
+    ],
+)
+def test_C11_mappings_of_every_kind(kind):
+    model, x, y = mlp(), torch.randn(6, 5), torch.randn(6, 3)
+    _, grads = whole_batch(model, mean_square, x, y)
+    whole = kind({"x": x, "y": y})
+
+    def loss_fn(batch):
+        assert type(batch) is type(whole)
+        named = batch._asdict() if hasattr(batch, "_asdict") else batch
+        return mean_square(model, named["x"], named["y"])
+
+    mb.backward(loss_fn, whole, microbatch_size=4)
     assert_same_grads(grads_of(model), grads)
 
 
