@@ -350,6 +350,8 @@ def _run(
             in_dims=(*(dims[i] for i in mapped), *(0 for _ in kwargs)),
             accumulator=spec.accumulator,
             weight_fn=None if weight_fn is None else microbatch_weight,
+            # Each example is a batch of its own, whatever its modules do with the rows of one.
+            allow_row_mixing=True,
             **(spec.options | ({"num_microbatches": 1} if whole else {})),
         )
     )
@@ -404,13 +406,15 @@ def _in_vmap(
 ) -> Any:
     templates: list[Any] = []
 
-    def flat(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        output = fun(*args, **kwargs)
+    # `torch.vmap` does not map keyword arguments by itself.
+    def flat(named: dict[str, Any], *args: Any) -> tuple[torch.Tensor, ...]:
+        output = fun(*args, **named)
         templates[:] = [map_leaves(lambda _: 0, output)]
         return tuple(as_tensor(leaf) for _, leaf in leaves_with_paths(output))
 
     try:
-        mapped = torch.vmap(flat, in_dims=dims, randomness=spec.randomness)(*args, **kwargs)
+        in_dims = (0 if kwargs else None, *dims)
+        mapped = torch.vmap(flat, in_dims=in_dims, randomness=spec.randomness)(kwargs, *args)
         remaining = iter(mapped)
         return map_leaves(lambda _: next(remaining), templates[0])
     except RuntimeError as error:

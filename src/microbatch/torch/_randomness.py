@@ -18,11 +18,11 @@ class Randomness:
     """
 
     def __init__(self, where: str, rng: Any) -> None:
-        self._generators: tuple[torch.Generator, ...] = ()
         self._records = rng is not None
-        if rng is not None and rng != "replay":
-            self._generators = (rng,) if isinstance(rng, torch.Generator) else tuple(rng)
-        if not all(isinstance(generator, torch.Generator) for generator in self._generators):
+        named = () if rng is None or isinstance(rng, str) else rng
+        self._generators = tuple(named) if isinstance(named, tuple | list) else (named,)
+        known = rng is None or rng == "replay" or not isinstance(rng, str)
+        if not known or not all(isinstance(g, torch.Generator) for g in self._generators):
             raise MicrobatchError(
                 f"{where}: rng={rng!r} is not understood.\n"
                 'Use "replay", None where nothing random is drawn, or the torch.Generator objects that are drawn from.'

@@ -1,0 +1,239 @@
+"""`micro_vmap` and `micro_grad` in PyTorch against a loop over examples."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from microbatch import Accumulator, AccumulatorError, MicrobatchError
+from microbatch.torch import AccumulationType, Aux, Carry, global_norm, micro_grad, micro_vmap
+from microbatch.torch._tracking import TensorBytes
+
+MEAN, SUM, RUNNING_MEAN, CONCAT, MAX, MIN, LAST = AccumulationType
+ENGINES = ("vmap", "loop")
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)).double()
+
+
+def loss(net, x, y):
+    return F.cross_entropy(net(x), y)
+
+
+def per_example(net, x, y):
+    inputs = dict(net.named_parameters())
+    found = [
+        torch.autograd.grad(loss(net, x[i : i + 1], y[i : i + 1]), list(inputs.values()))
+        for i in range(len(x))
+    ]
+    return [dict(zip(inputs, gradients, strict=True)) for gradients in found]
+
+
+def clip(gradients):
+    share = torch.clamp(1 / global_norm(gradients), max=1.0)
+    return {name: share * g for name, g in gradients.items()}
+
+
+def total(trees):
+    return {name: sum(tree[name] for tree in trees) for name in trees[0]}
+
+
+@pytest.fixture
+def data():
+    return torch.randn(10, 4, dtype=torch.float64), torch.randint(0, 3, (10,))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [None, 1, 3, 5, 10])
+def test_clipped_gradients_are_those_of_a_loop(data, engine, size):
+    net = network()
+    examples = per_example(net, *data)
+    found, aux = micro_grad(
+        loss,
+        batch_argnums=(1, 2),
+        microbatch_size=size,
+        remainder="allow",
+        transform_fn=clip,
+        metrics_fn=global_norm,
+        engine=engine,
+    )(net, *data)
+    assert isinstance(aux, Aux) and aux.aux is None
+    torch.testing.assert_close(found, total([clip(g) for g in examples]))
+    torch.testing.assert_close(aux.metrics, torch.stack([global_norm(g) for g in examples]))
+    torch.testing.assert_close(aux.values, F.cross_entropy(net(data[0]), data[1], reduction="none"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_as_trees_aux_and_several_arguments(data, engine):
+    net = network()
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    shift = torch.zeros(4, dtype=torch.float64)
+
+    def fun(params, shift, x, y):
+        out = functional_call(net, params, (x + shift,))
+        return F.cross_entropy(out, y), {"logits": out[0], "label": y[0]}
+
+    (grads, of_shift), aux = micro_grad(
+        fun, True, (0, 1), batch_argnums=(2, 3), microbatch_size=5, engine=engine
+    )(params, shift, *data)
+    torch.testing.assert_close(grads, total(per_example(net, *data)))
+    assert of_shift.shape == (4,)
+    torch.testing.assert_close(aux.aux["logits"], net(data[0]))
+    assert torch.equal(aux.aux["label"], data[1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_padding_of_weight_zero_contributes_nothing(data, engine):
+    net, (x, y) = network(), data
+    weights = torch.tensor([1.0, 0, 2, 1, 0, 0, 0, 0, 0, 1], dtype=torch.float64)
+    examples = per_example(net, x, y)
+    x = x.clone()
+    x[weights == 0] = torch.nan
+    found, aux = micro_grad(
+        lambda net, x, y, w: loss(net, x, y),
+        batch_argnums=(1, 2, 3),
+        microbatch_size=2,
+        accumulator=MEAN,
+        weight_fn=lambda net, x, y, w: w.sum(),
+        engine=engine,
+    )(net, x, y, weights)
+    expected = {
+        name: sum(w * g[name] for w, g in zip(weights, examples)) / weights.sum()
+        for name in examples[0]
+    }
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(aux.values == 0, weights == 0)
+
+
+def test_frozen_and_tied_parameters_of_a_module():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    net[1].weight = net[0].weight
+    net[0].bias.requires_grad_(False)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    found, _ = micro_grad(lambda net, x: net(x).square().sum(), microbatch_size=2)(net, x)
+    wanted = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    expected = torch.autograd.grad(net(x).square().sum(), list(wanted.values()))
+    assert list(found) == list(wanted) == ["0.weight", "1.bias"]
+    torch.testing.assert_close(tuple(found.values()), expected)
+    assert all(isinstance(p, nn.Parameter) for p in net.parameters())
+
+
+def test_norms_are_accurate():
+    entries = torch.full((2_000_000,), 0.1)
+    exact = entries.double().square().sum().sqrt().item()
+    assert abs(global_norm([entries]).item() / exact - 1) < 1e-7
+    assert global_norm([torch.full((3,), 3e4, dtype=torch.float16)]).isfinite()
+    assert global_norm([torch.tensor([3 + 4j])]).item() == 5
+
+
+def test_dropout_draws_per_example():
+    ones = torch.ones(8, 64)
+    drop = lambda x: F.dropout(x, 0.5, True)
+    for engine in ENGINES:
+        found = micro_vmap(drop, microbatch_size=4, engine=engine)(ones)
+        assert len({tuple(row.tolist()) for row in found}) == 8
+    same = micro_vmap(drop, microbatch_size=4, randomness="same")(ones)
+    assert torch.equal(same[0], same[3])
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if x.sum().item() > 0 else -x
+
+
+class Checkpointed(nn.Module):
+    def forward(self, x):
+        return checkpoint(torch.tanh, x, use_reentrant=False)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        self.seen.add_(x.detach().sum(0))
+        return x
+
+
+@pytest.mark.parametrize("inner", [Branching, Checkpointed, Counting])
+def test_a_module_that_cannot_be_mapped_is_named_and_runs_in_a_loop(inner):
+    net = nn.Sequential(nn.Linear(3, 3), inner())
+    x = torch.randn(4, 3)
+    fun = lambda net, x: net(x).square().sum()
+    with pytest.raises(MicrobatchError) as caught:
+        micro_grad(fun, microbatch_size=2)(net, x)
+    assert f"its {inner.__name__} cannot be mapped over examples" in str(caught.value)
+    assert 'Use engine="loop"' in str(caught.value).splitlines()[-1]
+    found, _ = micro_grad(fun, microbatch_size=2, engine="loop")(net, x)
+    expected = torch.autograd.grad(fun(net, x), list(net.parameters()))
+    torch.testing.assert_close(tuple(found.values()), expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_micro_vmap_maps_like_vmap(engine):
+    a, b = torch.randn(3, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    fun = lambda pair, c, scale: {"sum": pair["a"] + c, "dot": scale * (pair["b"] @ c)}
+    in_dims = ({"a": 1, "b": 0}, None)
+    c = torch.randn(3, dtype=torch.float64)
+    scale = torch.arange(6.0, dtype=torch.float64)
+    args = ({"a": a, "b": b}, c)
+    # `torch.vmap` itself does not map keyword arguments; here they are, as in the other fronts.
+    expected = torch.vmap(fun, (*in_dims, 0))(*args, scale)
+    for size in (None, 2, 3):
+        found = micro_vmap(fun, in_dims, microbatch_size=size, engine=engine)(*args, scale=scale)
+        torch.testing.assert_close(found, expected)
+
+
+def test_every_kind_reduces_over_examples():
+    x = torch.tensor([1.0, 5, 2, 4, 3, 9])
+    kinds = {SUM: 24, MEAN: 4, RUNNING_MEAN: 4, MAX: 9, MIN: 1, LAST: 9}
+    for kind, expected in kinds.items():
+        assert micro_vmap(lambda x: x, microbatch_size=2, accumulator=kind)(x) == expected
+    weigh = lambda x: (x > 2).float()
+    weighted = {SUM: 21, MEAN: 5.25, MAX: 9, MIN: 3, LAST: 9}
+    for kind, expected in weighted.items():
+        found = micro_vmap(lambda x: x, microbatch_size=2, accumulator=kind, weight_fn=weigh)(x)
+        assert found == expected, kind
+    total = Accumulator(lambda spec: 0, lambda c, x, i: c + x, lambda c: c, lambda rows: rows.sum())
+    assert micro_vmap(lambda x: x, microbatch_size=2, accumulator=total)(x) == 24
+
+
+def test_examples_may_go_to_another_dimension():
+    x = torch.arange(12.0).reshape(4, 3)
+    found = micro_vmap(lambda x: 2 * x, out_dims=-1, microbatch_size=2)(x)
+    assert torch.equal(found, 2 * x.T)
+    with pytest.raises(AccumulatorError, match="out_dims=1 needs the examples side by side"):
+        micro_vmap(lambda x: x, out_dims=1, accumulator=SUM)
+    with pytest.raises(AccumulatorError, match="Use microbatch for it"):
+        micro_vmap(lambda x: x, accumulator=Carry(0))
+    with pytest.raises(AccumulatorError, match="has no aggregate"):
+        micro_vmap(lambda x: x, accumulator=Accumulator(None, None, None))
+
+
+def test_gradients_of_one_microbatch_exist_at_a_time():
+    net = nn.Linear(128, 128, bias=False)
+    x = torch.randn(32, 128)
+    one = 128 * 128 * 4
+
+    def peak(size):
+        with TensorBytes() as tracked:
+            tracked.hold([x, *net.parameters()])
+            before = tracked.live_bytes
+            micro_grad(lambda net, x: net(x).square().sum(), microbatch_size=size)(net, x)
+        return (tracked.peak_bytes - before) / one
+
+    assert peak(2) < 8
+    assert peak(32) > 32
+
+
+def test_per_example_functions_are_differentiable():
+    w, x = torch.randn(3, dtype=torch.float64, requires_grad=True), torch.randn(6, 3).double()
+    penalty = lambda w, x: (w * x).sum().tanh()
+    found, _ = micro_grad(penalty, microbatch_size=2, keep_batch_dim=False)(w, x)
+    (second,) = torch.autograd.grad(found.square().sum(), w)
+    first = torch.autograd.grad((x @ w).tanh().sum(), w, create_graph=True)[0]
+    torch.testing.assert_close(second, torch.autograd.grad(first.square().sum(), w)[0])
