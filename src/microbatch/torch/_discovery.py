@@ -1,4 +1,4 @@
-"""What a loss function works with: its modules, tensors and helpers, found without running it."""
+"""What a loss function works with: its modules, tensors and other objects, found without running it."""
 
 import dis
 import functools
@@ -90,7 +90,7 @@ def _visit(found: Found, seen: set[int], name: str, item: Any, depth: int) -> No
     visit = functools.partial(_visit, found, seen)
     if isinstance(item, nn.Module):
         found.add_module(name, item)
-        # A LightningModule or a module with a helper: what it holds beside its submodules.
+        # What a module holds beside its submodules, as a LightningModule may.
         for key, value in vars(item).items():
             if not key.startswith("_") and isinstance(
                 value, nn.Module | torch.Tensor | list | tuple | dict
