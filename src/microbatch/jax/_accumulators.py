@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from microbatch._accumulation import (
-    EXTREMES,
     MEANS,
     AccumulationType,
     Accumulator,
     accumulates_wider,
     leaf_rule,
 )
-from microbatch._errors import EmptyStream
 from microbatch._splitting import Split
 from microbatch.jax._rows import Rows, filled, join, put, put_tail, rows_buffer
 
@@ -142,8 +140,6 @@ def init(output: Output, split: Split) -> Any:
         return output.kind.init(jax.tree.unflatten(output.treedef, map(_spec, output.types)))
     if output.kind is CONCAT:
         return rows_buffer(output.type, output.rows(split), output.tail_rows)
-    if output.kind in EXTREMES and split.batch_size == 0:
-        raise EmptyStream(f"{output.kind.name} of zero rows has no value.\nGive at least one row.")
     return RULES[output.kind].init(output.type, output.dtype)
 
 

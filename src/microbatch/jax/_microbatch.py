@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from microbatch._accumulation import AccumulationType, Accumulator, Carry, as_accumulator
+from microbatch._accumulation import EXTREMES, AccumulationType, Accumulator, Carry, as_accumulator
 from microbatch._checks import (
     as_argnames,
     as_argnums,
@@ -25,7 +25,13 @@ from microbatch._checks import (
     per_argument,
     signature_of,
 )
-from microbatch._errors import AccumulatorError, BatchError, MicrobatchError, MicrobatchSizeError
+from microbatch._errors import (
+    AccumulatorError,
+    BatchError,
+    EmptyStream,
+    MicrobatchError,
+    MicrobatchSizeError,
+)
 from microbatch._splitting import Auto, Order, Remainder, Split, make_split
 from microbatch.jax._accumulators import Moment
 from microbatch.jax._binding import Call, batch_leaves, flatten_call, hoisted
@@ -305,6 +311,12 @@ def _looped(
         tail_program, tail_consts, tail_types, _ = _traced(flat_fun, shared, states, tail_rows)
     plan = plan_outputs(where, options.accumulator, types, tail_types)
     _check_states(where, plan, call)
+    for part in plan.parts:
+        if part.accumulator in EXTREMES and split.batch_size == 0:
+            raise EmptyStream(
+                f"{where}: {part.accumulator.name} of zero rows has no value (output{part.path}).\n"
+                "Give at least one row."
+            )
     outputs = plan.outputs(options.accumulator_dtype)
     if devices is not None:
         check_outputs(where, devices, outputs, split.microbatch_size // devices.shards)
