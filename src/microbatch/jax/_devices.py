@@ -74,7 +74,7 @@ def find_devices(where: str, mesh: Any, batch_spec: Any, reduce: Reduce) -> Devi
     if mesh is None and batch_spec is None:
         return None
     if mesh is None:
-        mesh = jax.sharding.get_mesh()
+        mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             raise MicrobatchError(
                 f"{where}: batch_spec={batch_spec!r} is given without a mesh.\n"
