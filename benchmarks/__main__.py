@@ -19,6 +19,7 @@ MODULES = {
     "through": "benchmarks.jax_through",
     "per_example": "benchmarks.jax_per_example",
     "torch_training": "benchmarks.torch_training",
+    "torch_through": "benchmarks.torch_through",
 }
 RESULTS = Path(__file__).parent / "results.json"
 

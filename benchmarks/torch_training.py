@@ -1,8 +1,5 @@
 """A training step in PyTorch: `backward` beside the loop that one would write by hand, and beside Accelerate's."""
 
-import copy
-import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import microbatch.torch as mb
-from benchmarks._harness import Bar, Contender, Workload
-from microbatch.torch._tracking import TensorBytes
+from benchmarks._harness import Bar, Workload
+from benchmarks._torch import Loss, Ways, contenders, whole_batch
 
 
 class Block(nn.Module):
@@ -74,7 +71,7 @@ def _mlp(rows: int = 4096, size: int = 256, width: int = 512, layers: int = 4) -
         name="torch-mlp",
         title=f"PyTorch: gradient of an MLP of {layers} × {width}, {rows:,} rows, {size} a microbatch",
         reference="loop by hand",
-        contenders=_contenders(nn.Sequential(*stack), loss, batch, _usual_ways(size)),
+        contenders=contenders(nn.Sequential(*stack), loss, batch, _usual_ways(size)),
         bars=_usual_bars(),
     )
 
@@ -85,7 +82,7 @@ def _gpt(rows: int = 64, size: int = 4, tokens: int = 128, vocabulary: int = 819
         name="torch-gpt",
         title=f"PyTorch: gradient of a GPT of 4 × 256, {rows} × {tokens} tokens, {size} rows a microbatch",
         reference="loop by hand",
-        contenders=_contenders(GPT(256, 4, vocabulary), token_loss, (ids, ids), _usual_ways(size)),
+        contenders=contenders(GPT(256, 4, vocabulary), token_loss, (ids, ids), _usual_ways(size)),
         bars=_usual_bars(),
         rounds=3,
     )
@@ -96,7 +93,7 @@ def _ragged(rows: int = 32, size: int = 2, tokens: int = 128, vocabulary: int = 
     lengths = torch.linspace(8, tokens, rows).long()[torch.randperm(rows)]
     labels = ids.masked_fill(torch.arange(tokens) >= lengths[:, None], -100)
     ways: Ways = {
-        "whole batch": _whole,
+        "whole batch": whole_batch,
         "backward, by tokens": lambda model, loss, batch: mb.backward(
             lambda *rows: loss(model, *rows), *batch, microbatch_size=size, weight_fn=count_tokens
         ),
@@ -106,13 +103,9 @@ def _ragged(rows: int = 32, size: int = 2, tokens: int = 128, vocabulary: int = 
         name="torch-tokens",
         title=f"PyTorch: a GPT of 2 × 64 on texts of 8 to {tokens} tokens, {size} of {rows} texts a microbatch",
         reference="whole batch",
-        contenders=_contenders(GPT(64, 2, vocabulary), token_loss, (ids, labels), ways),
+        contenders=contenders(GPT(64, 2, vocabulary), token_loss, (ids, labels), ways),
         bars=(Bar("backward, by tokens", "error", 2.0, "whole batch"),),
     )
-
-
-Loss = Callable[..., torch.Tensor]
-Ways = Mapping[str, Callable[[nn.Module, Loss, tuple[torch.Tensor, ...]], Any]]
 
 
 def _usual_ways(size: int) -> Ways:
@@ -122,7 +115,7 @@ def _usual_ways(size: int) -> Ways:
             lambda *rows: loss(model, *rows), *batch, microbatch_size=size
         ),
         "Accelerate accumulate": lambda model, loss, batch: _accelerate(model, loss, batch, size),
-        "whole batch": _whole,
+        "whole batch": whole_batch,
     }
 
 
@@ -132,10 +125,6 @@ def _usual_bars() -> tuple[Bar, ...]:
         Bar("backward", "memory", 1.01, "loop by hand"),
         Bar("backward", "time", 1.0, "Accelerate accumulate"),
     )
-
-
-def _whole(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...]) -> None:
-    loss(model, *batch).backward()
 
 
 def _by_hand(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...], size: int) -> Any:
@@ -156,30 +145,3 @@ def _accelerate(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...], s
         with accelerator.accumulate(model):
             piece = [tensor[start : start + size] for tensor in batch]
             accelerator.backward(loss(model, *piece))
-
-
-def _contenders(
-    model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...], ways: Ways
-) -> tuple[Contender, ...]:
-    """Each way with its peak bytes of live tensors and its gradient's relative error, both from one run."""
-    exact = copy.deepcopy(model).double()
-    wide = tuple(t.double() if t.is_floating_point() else t for t in batch)
-    _whole(exact, loss, wide)
-
-    def contender(name: str, way: Callable[..., Any]) -> Contender:
-        def run() -> None:
-            model.zero_grad()
-            way(model, loss, batch)
-
-        with TensorBytes() as tracked:
-            tracked.hold([*model.parameters(), *batch])
-            run()
-        return Contender(name, run, tracked.peak_bytes, error=_error(model, exact))
-
-    return tuple(contender(name, way) for name, way in ways.items())
-
-
-def _error(model: nn.Module, exact: nn.Module) -> float:
-    pairs = [(p.grad, e.grad) for p, e in zip(model.parameters(), exact.parameters(), strict=True)]
-    off = sum(float(((g.double() - e) ** 2).sum()) for g, e in pairs)
-    return math.sqrt(off / sum(float((e**2).sum()) for _, e in pairs))

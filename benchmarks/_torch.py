@@ -1,0 +1,47 @@
+"""PyTorch training steps as contenders: their peak bytes of live tensors and their error against float64."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks._harness import Contender
+from microbatch.torch._tracking import TensorBytes
+
+Loss = Callable[..., torch.Tensor]
+Ways = Mapping[str, Callable[[nn.Module, Loss, tuple[torch.Tensor, ...]], Any]]
+
+
+def whole_batch(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...]) -> None:
+    """The plain step."""
+    loss(model, *batch).backward()
+
+
+def contenders(
+    model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...], ways: Ways
+) -> tuple[Contender, ...]:
+    """Each way with its peak bytes of live tensors and its gradient's relative error, both from one run."""
+    exact = copy.deepcopy(model).double()
+    wide = tuple(t.double() if t.is_floating_point() else t for t in batch)
+    whole_batch(exact, loss, wide)
+
+    def contender(name: str, way: Callable[..., Any]) -> Contender:
+        def run() -> None:
+            model.zero_grad()
+            way(model, loss, batch)
+
+        with TensorBytes() as tracked:
+            tracked.hold([*model.parameters(), *batch])
+            run()
+        return Contender(name, run, tracked.peak_bytes, error=_error(model, exact))
+
+    return tuple(contender(name, way) for name, way in ways.items())
+
+
+def _error(model: nn.Module, exact: nn.Module) -> float:
+    pairs = [(p.grad, e.grad) for p, e in zip(model.parameters(), exact.parameters(), strict=True)]
+    off = sum(float(((g.double() - e) ** 2).sum()) for g, e in pairs)
+    return math.sqrt(off / sum(float((e**2).sum()) for _, e in pairs))
