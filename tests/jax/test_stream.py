@@ -149,18 +149,11 @@ class TestValues:
         assert complex(mean) == 2.5j
 
     def test_the_count_of_a_long_stream_does_not_stop(self):
-        from microbatch.jax._stream_program import _two_sum
-
-        def advance(carry, _):
-            total, lost = carry
-            total, more = _two_sum(total, jnp.float32(1))
-            return (total, lost + more), None
-
-        start = jnp.float32(2**24)
-        (total, lost), _ = jax.jit(
-            lambda: jax.lax.scan(advance, (start, jnp.float32(0)), None, length=101)
-        )()
-        assert float(total) == 2**24 and float(total) + float(lost) == 2**24 + 101
+        """In float32 alone, 2²⁴ + 1 is 2²⁴."""
+        stream = [(np.float32(w), np.float32(w > 1)) for w in (1, 2**24, *[1] * 100)]
+        fold = accumulate(lambda w, x: x, MEAN, weight_fn=lambda w, x: w)
+        got = np.float64(fold(microbatches=stream))
+        np.testing.assert_allclose(1 - got, 101 / (2**24 + 101), rtol=0.02)
 
 
 class TestWeights:
@@ -536,16 +529,30 @@ class TestCompilation:
             )
         assert seen.count("stepped") == 1 and got.devices() == {device}
 
-    def test_sharded_parameters_compile_for_their_layout_once(self):
+    def test_S3_accumulators_are_laid_out_as_sharded_parameters(self, monkeypatch):
+        from microbatch.jax import _stream_program
+
         mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
         rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
         w = jax.device_put(jnp.arange(8.0), rows)
         gradient = jax.grad(lambda w, x: jnp.sum(w**2) * x.mean())
         stream = cut([1] * 4, np.ones(4))
-        accumulate(gradient, MEAN)(w, microbatches=stream)
-        with compiled() as seen:
+        seen_states = []
+        start = _stream_program.Program.start
+
+        def spy(*args):
+            seen_states.append(start(*args))
+            return seen_states[-1]
+
+        monkeypatch.setattr(_stream_program.Program, "start", spy)
+        with compiled() as first:
+            accumulate(gradient, MEAN)(w, microbatches=stream)
+        assert first.count("stepped") == 2  # one to learn the layout, one that is used
+        (accumulator,) = seen_states[0].accumulators
+        assert accumulator.sharding.is_equivalent_to(rows, 1)
+        with compiled() as again:
             got = accumulate(gradient, MEAN)(w, microbatches=stream)
-        assert seen.names == []
+        assert again.names == []
         np.testing.assert_array_equal(got, 2 * np.arange(8.0))
         assert got.sharding.is_equivalent_to(rows, 1)
 
@@ -581,7 +588,7 @@ class TestCompilation:
             return jnp.mean(out**2)
 
         w, x = jnp.ones((3, 3, 2, 4)), np.ones((2, 5, 5, 2), np.float32)
-        fold = accumulate(jax.grad(fun), MEAN, weight_fn=lambda w, x: 1.0)
+        fold = accumulate(jax.grad(fun), MEAN, weight_fn=lambda w, x: x.sum())
         np.testing.assert_allclose(
             fold(w, microbatches=[x, x]), jax.grad(fun)(w, jnp.asarray(x)), rtol=1e-5
         )

@@ -87,8 +87,6 @@ class Folding:
             self._state, marker, pieces = program.step(
                 self._state, self._shared, placed, np.int32(self.position)
             )
-            self._learn(self._state)
-            self._learn = lambda state: None
             for piece in pieces:
                 piece.copy_to_host_async()
             self._landing.append((marker, pieces))
@@ -210,7 +208,7 @@ class Folding:
             _check_concat(self.where, path, output.type)
             rows_so_far = HostRows(self.where, path, output.type, targets.get(place))
             self._host_rows.append(rows_so_far)
-        self._state, self._learn = program.start(self._shared, self._initial, rows, self._device)
+        self._state = program.start(self._shared, self._initial, rows, self._device)
         self._first_rows = self._rows
 
     def _leave_out(self, program: Any, rows: list[Any]) -> None:

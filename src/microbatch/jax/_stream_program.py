@@ -16,6 +16,7 @@ from microbatch._identity import Recent
 from microbatch.jax._accumulators import CONCAT, RULES, Moment, Output, update
 from microbatch.jax._convolutions import canonical_convolutions, has_convolution
 from microbatch.jax._outputs import OutputPlan, plan_outputs
+from microbatch.jax._rows import explicit_spec
 from microbatch.jax._stateful import evaluated
 
 _MOST_PROGRAMS = 32
@@ -126,7 +127,7 @@ class Program:
         self._fun = fun
         self._settings = settings
         self._structure = structure
-        self._layouts: dict[Hashable, list[Any]] = {}
+        self._starts: Recent[Any] = Recent(_MOST_PROGRAMS)
         self._plans: Recent[Planned] = Recent(_MOST_PROGRAMS)
         # Traced once, whether for types or inside the step.
         self._evaluate = jax.jit(self._evaluated, inline=True)
@@ -150,29 +151,21 @@ class Program:
         same = tuple(not o.is_custom and o.dtype == o.type.dtype for o in folded)
         return Planned(types, plan, outputs, (tuple(folded), same))
 
-    def start(
-        self, shared: list[Any], states: list[Any], rows: list[Any], device: Any
-    ) -> tuple[State, Callable[[State], None]]:
-        """The first state, and a function that is told the state after the first step.
-
-        A state that is laid out as the step leaves it needs no program of its own for the first step.
-        """
-        state = self._start(shared, states, rows)
+    def start(self, shared: list[Any], states: list[Any], rows: list[Any], device: Any) -> State:
+        """The first state, laid out as the step leaves it: as the parameters are, and never whole on one device."""
         if device is not None:
-            return jax.device_put(state, device), lambda _: None
-        key = tuple(
-            x.sharding if getattr(x, "committed", False) else None for x in (*shared, *rows)
-        )
-        if not any(key):
-            return state, lambda _: None
-        if key in self._layouts:
-            leaves, treedef = jax.tree.flatten(state)
-            return treedef.unflatten(jax.device_put(leaves, self._layouts[key])), lambda _: None
+            return jax.device_put(self._start(shared, states, rows), device)
+        places = tuple(getattr(x, "committed", False) and x.sharding for x in (*shared, *rows))
+        if not any(places) or any(explicit_spec(x) is not None for x in shared):
+            return self._start(shared, states, rows)
+        start = self._starts.get(places, lambda: self._laid_out(shared, states, rows))
+        return start(shared, states, rows)
 
-        def learn(after: State) -> None:
-            self._layouts[key] = [leaf.sharding for leaf in jax.tree.leaves(after)]
-
-        return state, learn
+    def _laid_out(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Any:
+        # Which layout the compiler gives the results is known only from a program that it has made.
+        like = jax.eval_shape(self._started, shared, states, rows)
+        step = self._step.lower(like, shared, rows, jnp.int32(0)).compile()
+        return jax.jit(self._started, out_shardings=step.output_shardings[0])
 
     def step(
         self, state: State, shared: list[Any], rows: list[Any], index: Any
