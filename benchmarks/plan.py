@@ -107,7 +107,7 @@ def jax_convolutions():
             )
         return jnp.mean(x**2)
 
-    return jax_case(jax.value_and_grad(loss), (params, jnp.ones((1024, 32, 32, 3))), "640MiB")
+    return jax_case(jax.value_and_grad(loss), (params, jnp.ones((1024, 32, 32, 3))), "1GiB")
 
 
 def torch_case(loss_fn, model, batch, budget, make_optimizer=None):
@@ -202,13 +202,14 @@ def main(names):
                 | {
                     "size": found.microbatch_size,
                     "predicted": found.predicted_bytes,
+                    "margin": found.margin_bytes,
                     "probes": found.probes,
                 }
             )
         )
         return
     print(
-        f"{'case':18} {'rows':>6} {'probes':>6} {'planning':>9} {'predicted':>10} {'tracked':>10} {'off by':>7} "
+        f"{'case':18} {'rows':>6} {'probes':>6} {'planning':>9} {'predicted':>10} {'margin':>10} {'tracked':>10} {'off by':>7} "
         f"{'peak RSS':>10} {'off by':>7}"
     )
     for name in names or CASES:
@@ -218,11 +219,11 @@ def main(names):
             command, stdout=subprocess.PIPE, text=True, check=True, env=environment
         )
         f = json.loads(done.stdout.splitlines()[-1])
-        off = lambda real, f=f: f"{f['predicted'] / real - 1:+7.1%}"
+        off = lambda needed, real: f"{needed / real - 1:+7.1%}"
         mib = lambda key, f=f: f"{f[key] / MIB:6.0f} MiB"
         print(
-            f"{name:18} {f['size']:>6} {f['probes']:>6} {f['planning']:>7.1f} s {mib('predicted')} {mib('tracked')} "
-            f"{off(f['tracked'])} {mib('peak')} {off(f['peak'])}",
+            f"{name:18} {f['size']:>6} {f['probes']:>6} {f['planning']:>7.1f} s {mib('predicted')} {mib('margin')} {mib('tracked')} "
+            f"{off(f['predicted'], f['tracked'])} {mib('peak')} {off(f['predicted'] + f['margin'], f['peak'])}",
             flush=True,
         )
 

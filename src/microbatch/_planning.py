@@ -40,7 +40,9 @@ class Plan:
       microbatch_size: rows in a microbatch: the largest that fits, or the fastest that fits where time was measured. None
         where nothing fits.
       num_microbatches: microbatches in the batch, a shorter last one included; 0 where nothing fits.
-      predicted_bytes: what the chosen size needs (the smallest size, where nothing fits).
+      predicted_bytes: what the chosen size needs (the smallest size, where nothing fits): the compiler's figure in JAX,
+        the peak of live tensors in PyTorch.
+      margin_bytes: what is kept free beside that, for memory that neither knows: kernels' own and fragmentation.
       budget_bytes: what may be used.
       budget_origin: where the budget came from.
       fixed_bytes: what does not depend on the size (arguments, outputs, accumulator), from the line through the probes.
@@ -60,6 +62,7 @@ class Plan:
     microbatch_size: int | None
     num_microbatches: int
     predicted_bytes: int
+    margin_bytes: int
     budget_bytes: int
     budget_origin: str
     fixed_bytes: int
@@ -138,11 +141,15 @@ def make_plan(
     batch_size: int,
     remainder: bool,
     seconds: Mapping[int, float] | None = None,
+    margin_of: Callable[[int], int] = lambda size: 0,
 ) -> Plan:
-    """Puts a search's findings (and measured seconds) in the words of a `Plan`."""
+    """Puts a search's findings (and measured seconds) in the words of a `Plan`.
+
+    `margin_of` says which part of a size's bytes is a margin.
+    """
     seconds = seconds or {}
     predict = predictor(found, batch_size)
-    chosen = _prefer_divisor(found, sizes, batch_size, budget.bytes, predict)
+    chosen = found.microbatch_size
     if chosen is not None and seconds:
         chosen = min(seconds, key=lambda size: (seconds[size], -size))
     shown = _thin(sizes, {*found.probed, *seconds, *([chosen] if chosen else [])})
@@ -153,13 +160,16 @@ def make_plan(
     smallest, whole = min(sizes), max(sizes)
     saved = 1 - predict(smallest) / max(predict(whole), 1)
     helps = len(sizes) > 1 and saved >= WORTHWHILE and (chosen is not None)
+    answer = smallest if chosen is None else chosen
+    margin = margin_of(answer)
     plan = Plan(
         name=name,
         framework=framework,
         batch_size=batch_size,
         microbatch_size=chosen,
         num_microbatches=0 if chosen is None else -(-batch_size // chosen),
-        predicted_bytes=round(predict(smallest if chosen is None else chosen)),
+        predicted_bytes=round(predict(answer)) - margin,
+        margin_bytes=margin,
         budget_bytes=budget.bytes,
         budget_origin=budget.origin,
         fixed_bytes=max(round(found.line.fixed_bytes), 0),
@@ -182,21 +192,6 @@ def lower_to(plan: Plan, agreed: int, sizes: Iterable[int]) -> Plan:
     said = f"{plan.explanation} Another process can hold only {agreed}, so all use {size}."
     count = 0 if size is None else -(-plan.batch_size // size)
     return replace(plan, microbatch_size=size, num_microbatches=count, explanation=said)
-
-
-def _prefer_divisor(
-    found: Search,
-    sizes: Sequence[int],
-    batch_size: int,
-    budget_bytes: int,
-    predict: Callable[[int], float],
-) -> int | None:
-    """The largest probed size that fits, or a divisor that is more than half of it."""
-    best = found.microbatch_size
-    if best is None or batch_size % best == 0:
-        return best
-    divisors = [s for s in sizes if batch_size % s == 0 and best < 2 * s and s < best]
-    return max((s for s in divisors if predict(s) <= budget_bytes), default=best)
 
 
 def _offer(
@@ -243,6 +238,9 @@ def _thin(sizes: Sequence[int], keep: set[int]) -> list[int]:
 def _explain(plan: Plan, predict: Callable[[int], float], sizes: Sequence[int]) -> str:
     smallest, whole = min(sizes), max(sizes)
     budget = format_bytes(plan.budget_bytes)
+    needed = format_bytes(plan.predicted_bytes)
+    if plan.margin_bytes:
+        needed += f" and a margin of {format_bytes(plan.margin_bytes)} for what kernels take"
     rows = lambda size: f"{size} row" if size == 1 else f"{size} rows"
     parts = []
     if plan.microbatch_size is None:
@@ -257,13 +255,11 @@ def _explain(plan: Plan, predict: Callable[[int], float], sizes: Sequence[int]) 
             )
         parts[-1] += "."
     elif plan.microbatch_size == plan.batch_size:
-        parts.append(
-            f"The whole batch of {rows(plan.batch_size)} fits: {format_bytes(plan.predicted_bytes)} of {budget}."
-        )
+        parts.append(f"The whole batch of {rows(plan.batch_size)} fits: {needed} of {budget}.")
     else:
         parts.append(
             f"{rows(plan.microbatch_size)} a microbatch ({plan.num_microbatches} microbatches) need "
-            f"{format_bytes(plan.predicted_bytes)} of {budget}."
+            f"{needed} of {budget}."
         )
     if not plan.helps and plan.microbatch_size is not None and len(sizes) > 1:
         parts.append(

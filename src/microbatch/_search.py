@@ -60,9 +60,10 @@ def search(
     whole_saves: int = 0,
     slack_bytes: int = 0,
 ) -> Search:
-    """Finds the largest of `sizes` whose probe is within the budget.
+    """Finds the largest of `sizes` whose probe is within the budget, or a divisor of the batch more than half as large.
 
-    Four probes at most where bytes are affine in the size; where they are not, as many more as halving takes.
+    Four probes at most where bytes are affine in the size (and one more for a divisor, where sizes with a remainder are
+    among `sizes`); where they are not, as many more as halving takes.
 
     Args:
       probe: bytes that a microbatch size needs.
@@ -91,11 +92,15 @@ def search(
 
     while (size := _next_size(probed, batch_size, budget_bytes, sizes, slack_bytes)) is not None:
         measure(size)
-    fitting = [s for s, count in probed.items() if count <= budget_bytes]
+    best = max((s for s, count in probed.items() if count <= budget_bytes), default=None)
+    if best is not None and batch_size % best:
+        # Equal microbatches are worth up to half the size: one program, no smaller last one.
+        even = (s for s in sizes if batch_size % s == 0 and best < 2 * s and s < best)
+        divisor = max(even, default=None)
+        if divisor is not None and measure(divisor) <= budget_bytes:
+            best = divisor
     affine = is_affine(probed, batch_size, slack_bytes)
-    return Search(
-        max(fitting, default=None), dict(sorted(probed.items())), _line(probed, batch_size), affine
-    )
+    return Search(best, dict(sorted(probed.items())), _line(probed, batch_size), affine)
 
 
 def is_affine(probed: Mapping[int, int], batch_size: int, slack_bytes: int = 0) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from microbatch._checks import Slot
 from microbatch._errors import BudgetError, PlanError
@@ -15,6 +16,7 @@ from microbatch._memory import Budget, host_memory_bytes, resolve_budget
 from microbatch._planning import Plan, logger, lower_to, make_plan
 from microbatch._search import candidate_sizes, halvings, search
 from microbatch.jax._binding import hoisted, is_array
+from microbatch.jax._scratch import scratch_bytes
 
 # Buffers are padded, and small ones come and go with the size; more than this is a bend in the line.
 SLACK_BYTES = 2**16
@@ -30,12 +32,12 @@ class Program:
       call: runs it once and waits for the result.
       total_bytes: temporaries, arguments and outputs, less what is shared between the two, on one device. Arrays that
         the function closes over count as arguments.
-      temporary_bytes: what it needs while it runs.
+      scratch_bytes: what kernels may take beside that, which no compiler says: an estimate, 0 but on a CPU.
     """
 
     call: Callable[[], Any]
     total_bytes: int
-    temporary_bytes: int
+    scratch_bytes: int
 
 
 def compile_program(
@@ -53,7 +55,8 @@ def compile_program(
         # A donated argument must not be the caller's.
         copied = lambda: jax.tree.map(lambda x: jnp.copy(x) if is_array(x) else x, (args, kwargs))
         call = lambda: (lambda a, k: jax.block_until_ready(fun(*a, **k)))(*copied())
-        return _program(where, compiled, call, sum(x.nbytes for x in consts))
+        closed_over = sum(x.nbytes for x in consts)
+        return _program(where, compiled, traced.jaxpr.jaxpr, call, closed_over)
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
 
@@ -68,9 +71,10 @@ def compile_program(
     specs = [spec_of(x) for x in arrays]
     # Closed-over arrays become arguments: as constants the compiler would not count them, and inside an outer trace
     # they may be tracers, which cannot be compiled.
-    program, consts, _, _ = hoisted(flat, specs)
+    program, consts, _, jaxpr = hoisted(flat, specs)
     compiled = jax.jit(program).lower([spec_of(x) for x in consts], specs).compile()
-    return _program(where, compiled, lambda: jax.block_until_ready(compiled(consts, arrays)), 0)
+    call = lambda: jax.block_until_ready(compiled(consts, arrays))
+    return _program(where, compiled, jaxpr, call, 0)
 
 
 def make_plan_for(
@@ -100,7 +104,7 @@ def make_plan_for(
 
     # The whole batch needs no accumulator, nor the copy of it that a loop may make.
     found = search(
-        lambda size: program(size).total_bytes,
+        lambda size: program(size).total_bytes + program(size).scratch_bytes,
         batch_size,
         budget.bytes,
         sizes,
@@ -120,6 +124,7 @@ def make_plan_for(
         batch_size=batch_size,
         remainder=remainder,
         seconds=seconds,
+        margin_of=lambda size: program(size).scratch_bytes,
     )
     logger.info("%s: microbatch_size=%s. %s", where, made.microbatch_size, made.explanation)
     return made
@@ -276,7 +281,9 @@ def is_differentiated(values: Sequence[Any]) -> bool:
     return any(type(value).__name__ in ("JVPTracer", "LinearizeTracer") for value in values)
 
 
-def _program(where: str, compiled: Any, call: Callable[[], Any], extra_bytes: int) -> Program:
+def _program(
+    where: str, compiled: Any, jaxpr: Jaxpr, call: Callable[[], Any], extra_bytes: int
+) -> Program:
     stats = compiled.memory_analysis()
     if stats is None:
         raise PlanError(
@@ -291,7 +298,8 @@ def _program(where: str, compiled: Any, call: Callable[[], Any], extra_bytes: in
         + stats.generated_code_size_in_bytes
         + extra_bytes
     )
-    return Program(call, total, stats.temp_size_in_bytes)
+    on_cpu = next(iter(_devices([]))).platform == "cpu"
+    return Program(call, total, scratch_bytes(jaxpr) if on_cpu else 0)
 
 
 def _with_gradient(fun: Callable[..., Any], constant: set[int | str]) -> Callable[..., Any]:

@@ -16,7 +16,14 @@ from microbatch._errors import BudgetError, MicrobatchError, PlanError
 from microbatch._identity import Recent, function_key
 from microbatch._memory import Budget, host_memory_bytes, resolve_budget
 from microbatch._planning import Plan, logger, lower_to, make_plan
-from microbatch._search import Search, candidate_sizes, halvings, line_through, search
+from microbatch._search import (
+    Search,
+    candidate_sizes,
+    halvings,
+    line_through,
+    predictor,
+    search,
+)
 from microbatch.torch._batch import Batch
 from microbatch.torch._discovery import discover
 from microbatch.torch._simulation import Work, fake_peak, real_peak, run_once
@@ -121,7 +128,11 @@ def plan_work(
     if probe:
         found = _probe_really(work, sizes, budget.bytes)
     else:
-        bytes_of = lambda size: _with_margin(fake_peak(work, size), work)
+
+        def bytes_of(size: int) -> int:
+            peak = fake_peak(work, size)
+            return peak + margin_bytes(peak, work.device)
+
         found = search(bytes_of, rows, budget.bytes, sizes)
     seconds = _measure(work, found, sizes) if time and found.microbatch_size is not None else None
     made = make_plan(
@@ -133,6 +144,7 @@ def plan_work(
         batch_size=rows,
         remainder=remainder,
         seconds=seconds,
+        margin_of=lambda size: _margin_within(round(predictor(found, rows)(size)), work.device),
     )
     logger.info("%s: microbatch_size=%s. %s", work.where, made.microbatch_size, made.explanation)
     return made
@@ -167,16 +179,25 @@ def smallest(size: int | None, device: torch.device, group: Any) -> int:
 def _probe_really(work: Work, sizes: Sequence[int], budget_bytes: int) -> Search:
     """The line through two small real runs: nothing larger is run, so the answer itself is a prediction."""
     small = [s for s in sizes if s < work.batch.batch_size][:4] or list(sizes)
-    probed = {s: _with_margin(real_peak(work, s), work) for s in {small[0], small[-1]}}
+    peaks = {s: real_peak(work, s) for s in {small[0], small[-1]}}
+    probed = {s: peak + margin_bytes(peak, work.device) for s, peak in peaks.items()}
     line = line_through(probed)
     fitting = [s for s in sizes if line(s) <= budget_bytes]
     return Search(max(fitting, default=None), probed, line, affine=True)
 
 
-def _with_margin(count: int, work: Work) -> int:
-    if work.device.type != "cuda":
-        return count
-    return int(count * (1 + CUDA_FRAGMENTATION)) + CUDA_WORKSPACE_BYTES
+def margin_bytes(peak_bytes: int, device: torch.device) -> int:
+    """What to keep free beside live tensors: nothing on a CPU, libraries' workspaces and fragmentation on CUDA."""
+    if device.type != "cuda":
+        return 0
+    return int(peak_bytes * CUDA_FRAGMENTATION) + CUDA_WORKSPACE_BYTES
+
+
+def _margin_within(total_bytes: int, device: torch.device) -> int:
+    """The margin in a total that contains it."""
+    if device.type != "cuda":
+        return 0
+    return total_bytes - int((total_bytes - CUDA_WORKSPACE_BYTES) / (1 + CUDA_FRAGMENTATION))
 
 
 def _measure(work: Work, found: Search, sizes: Sequence[int]) -> dict[int, float]:
