@@ -11,6 +11,16 @@ from .models import MODELS
 from .running import as_double, assert_same_tree, clip, per_example, run, squared_norm
 
 
+# Where "auto" prefers arrays to some of the factors that "factored" keeps.
+CHOSEN_OTHERWISE = {
+    "tiny layers",
+    "transformer",
+    "pooled cnn",
+    "strided and dilated",
+    "grouped and depthwise",
+}
+
+
 def clip_and_square(grad):
     clipped = clip(grad)
     return clipped, jax.tree.map(jnp.square, clipped)
@@ -22,11 +32,10 @@ def test_engines_agree_in_float64(name):
         model = as_double(MODELS[name]())
         one = per_example(model, clip_and_square, squared_norm)
         weight = jnp.array([1.0, 0.0, 2.5, 1.0])
-        vmap, factored, auto = (
-            run(engine, model, one, weight=weight) for engine in ("vmap", "factored", "auto")
-        )
-        assert_same_tree(factored, vmap, 1e-12)
-        assert_same_tree(auto, vmap, 1e-12)
+        vmap = run("vmap", model, one, weight=weight)
+        assert_same_tree(run("factored", model, one, weight=weight), vmap, 1e-12)
+        if name in CHOSEN_OTHERWISE:
+            assert_same_tree(run("auto", model, one, weight=weight), vmap, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["mlp", "tied embeddings", "rnn", "pooled cnn"])

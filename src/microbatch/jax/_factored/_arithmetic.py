@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from microbatch.jax._factored import _algebra as algebra
 from microbatch.jax._factored import _inner, _layout
+from microbatch.jax._factored import _joining as joining
 from microbatch.jax._factored import _nonfinite as nonfinite
 from microbatch.jax._factored._context import Context
 from microbatch.jax._factored._registry import rule
@@ -169,7 +170,7 @@ def add(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
         return dataclasses.replace(left, terms=(*left.terms, right))
     if is_zero(left):
         return right
-    return algebra.add(ctx, [left, right])
+    return joining.add(ctx, [left, right])
 
 
 @rule("sub")
@@ -337,4 +338,4 @@ def select_n(ctx: Context, eqn, which: Value, *cases: Value) -> Value | None:
         first = algebra.with_keep(first, ~chosen)
     if not is_zero(second):
         second = algebra.with_keep(second, chosen)
-    return algebra.add(ctx, [first, second])
+    return joining.add(ctx, [first, second])

@@ -54,7 +54,7 @@ class Context:
 
     batch_size: examples in the microbatch. unused: sites whose factors would be of no use. as_arrays: sites whose
     values are cheaper as arrays.
-    strict: refuse to make entries (raise `ForcedDense`) instead of making them. repeats: steps of the loops around.
+    strict: refuse to make entries (raise `ForcedDense`) instead of making them. repeats: steps of the loops around. dry: only shapes and the record matter, so zeros stand for costly results.
     """
 
     batch_size: int
@@ -67,6 +67,7 @@ class Context:
     primitive: str = ""
     strict: bool = False
     repeats: int = 1
+    dry: bool = False
 
     def at(self, index: int, primitive: str) -> "Context":
         """The same context at an equation."""

@@ -45,7 +45,7 @@ def custom(run, ctx: Context, eqn, values: list[Value]) -> list[Value] | None:
 
     Otherwise it is called on arrays and keeps its derivative.
     """
-    silent = dataclasses.replace(ctx, strict=True, recorder=Recorder())
+    silent = dataclasses.replace(ctx, strict=True, recorder=Recorder(), dry=True)
     try:
         jax.eval_shape(lambda v: run(silent, *_open(eqn.params["call_jaxpr"]), v), values)
     except ForcedDense as forced:

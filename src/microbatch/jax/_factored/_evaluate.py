@@ -58,7 +58,7 @@ def evaluate(
     static, flat, axes, tree = _flatten(args, in_axes)
     batch_size = _batch_size(flat, axes)
     call = _Call(fun, static, tree)
-    if engine == "vmap":
+    if engine == "vmap" or _only_vmap(flat, vmap_fn):
         outs = vmap_fn(call, in_axes=(axes,))(flat)
         leaves, out_tree = jax.tree.flatten(outs)
         ctx = Context(batch_size, vmap_fn, norms, Recorder())
@@ -99,6 +99,13 @@ def _check(engine: str, norms: str) -> None:
         if value not in allowed:
             listed = ", ".join(map(repr, allowed))
             raise ValueError(f"{name}={value!r} is none of {listed}.")
+
+
+def _only_vmap(flat, vmap_fn) -> bool:
+    """Whether the examples must be traced together: they have a name to sum over, or a sharding in their types."""
+    named = getattr(vmap_fn, "keywords", {}).get("axis_name") is not None
+    specs = [getattr(jax.typeof(leaf).sharding, "spec", ()) for leaf in flat]
+    return named or any(axis is not None for spec in specs for axis in spec)
 
 
 class _Call:
@@ -171,7 +178,7 @@ def _trace(call: _Call, flat, axes) -> _Program:
 
 def _chosen(program: _Program, batch_size, vmap_fn, norms, engine, finish) -> Context:
     """The context of the real run: which values are made as arrays, from a run on shapes alone."""
-    dry = Context(batch_size, vmap_fn, norms, Recorder())
+    dry = Context(batch_size, vmap_fn, norms, Recorder(), dry=True)
     jax.eval_shape(lambda: finish(dry, program.run(dry)))
     events = dry.recorder.events
     as_arrays = cost.cheaper_as_arrays(events) if engine == "auto" else frozenset()

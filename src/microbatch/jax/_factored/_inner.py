@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from microbatch.jax._factored import _algebra as algebra
+from microbatch.jax._factored import _joining as joining
 from microbatch.jax._factored import _layout as layout
 from microbatch.jax._factored._context import Context, working_dtype
 from microbatch.jax._factored._values import (
@@ -89,15 +90,15 @@ def _inner_blocks(ctx, left, right, kept):
     blocks = left if isinstance(left, Blocks) else right
     if blocks.axis in kept:
         return None
-    total, ends = 0.0, algebra.boundaries(blocks)
+    total, ends = 0.0, joining.boundaries(blocks)
     for start, limit in pairwise(ends):
         if left is right:
-            a = b = algebra.cut(blocks, start, limit)
+            a = b = joining.cut(blocks, start, limit)
         else:
             a, b = (
-                algebra.cut(v, start, limit)
+                joining.cut(v, start, limit)
                 if isinstance(v, Blocks)
-                else algebra.cut_part(v, blocks.axis, start, limit)
+                else joining.cut_part(v, blocks.axis, start, limit)
                 for v in (left, right)
             )
         part = None if a is None or b is None else inner(ctx, _dense_fill(a), _dense_fill(b), kept)
@@ -134,6 +135,9 @@ def _inner_outers(ctx: Context, left: Outer, right: Outer, kept: tuple[int, ...]
         second[left.num_stack + 2 :],
     )
     form = _form(ctx, left, right, same, set(out) & set(lhs), set(out) & set(rhs))
+    if ctx.dry:
+        kept_shape = (shape[d] for d in kept)
+        return jnp.zeros((ctx.batch_size, *kept_shape), working_dtype(left.dtype))
     factors = [_normalised(x, left.num_stack) for x in (left.lhs, left.rhs)]
     others = factors if same else [_normalised(x, right.num_stack) for x in (right.lhs, right.rhs)]
     (a, e1), (g, e2), (b, e3), (h, e4) = (*factors, *others)

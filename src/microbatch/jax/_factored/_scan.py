@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from microbatch.jax._factored import _algebra as algebra
+from microbatch.jax._factored import _joining as joining
 from microbatch.jax._factored import _layout as layout
 from microbatch.jax._factored._context import Context, ForcedDense, Recorder
 from microbatch.jax._factored._values import (
@@ -89,7 +90,7 @@ def scan(run, ctx: Context, eqn, values: list[Value]) -> list[Value] | None:
 
 def _settle(body, ctx, inside, modes, init, xs):
     """The modes of the carries that their own results agree with, and the outputs' kinds."""
-    silent = dataclasses.replace(inside, recorder=Recorder())
+    silent = dataclasses.replace(inside, recorder=Recorder(), dry=True)
     first = jax.eval_shape(lambda x: jax.tree.map(lambda a: a[0], x), xs)
     while True:
         kinds = None
@@ -226,7 +227,7 @@ def _total(ctx: Context, terms: list[Value]) -> Value:
     terms = [_as_tokens(term) for term in terms]
     total = terms[0]
     for term in terms[1:]:
-        both = algebra.add(ctx, [total, term])
+        both = joining.add(ctx, [total, term])
         total = (
             Dense(algebra.entries(ctx, total) + algebra.entries(ctx, term))
             if both is None

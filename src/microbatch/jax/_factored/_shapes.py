@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import jax.numpy as jnp
 
-from microbatch.jax._factored import _algebra as algebra
+from microbatch.jax._factored import _joining as joining
 from microbatch.jax._factored import _layout as layout
 from microbatch.jax._factored._context import Context
 from microbatch.jax._factored._registry import rule
@@ -176,10 +176,10 @@ def stack(ctx: Context, eqn, *parts: Value) -> Value | None:
 def unstack(ctx: Context, eqn, value: Value) -> list[Value] | None:
     """One value per index of a dimension."""
     axis = eqn.params["axis"]
-    cut = algebra.cut if isinstance(value, Blocks) and value.axis == axis else algebra.cut_part
+    cut = joining.cut if isinstance(value, Blocks) and value.axis == axis else joining.cut_part
     shape = (*value.shape[:axis], *value.shape[axis + 1 :])
     pieces = [
-        cut(value, i, i + 1) if cut is algebra.cut else cut(value, axis, i, i + 1)
+        cut(value, i, i + 1) if cut is joining.cut else cut(value, axis, i, i + 1)
         for i in range(value.shape[axis])
     ]
     if None in pieces:
@@ -204,7 +204,7 @@ def slice_(ctx: Context, eqn, value: Value) -> Value | None:
                 value = layout.slice_dim(value, dim, start, limit, stride)
             elif (start, limit, stride) != (0, value.shape[dim], 1):
                 whole = isinstance(value, Blocks) and value.axis == dim and stride == 1
-                value = algebra.cut(value, start, limit) if whole else None
+                value = joining.cut(value, start, limit) if whole else None
         return value
 
     if isinstance(value, Fill):
@@ -220,9 +220,9 @@ def split(ctx: Context, eqn, value: Value) -> list[Value] | None:
     axis, ends = eqn.params["axis"], [0]
     for size in eqn.params["sizes"]:
         ends.append(ends[-1] + size)
-    cut = algebra.cut if isinstance(value, Blocks) and value.axis == axis else None
+    cut = joining.cut if isinstance(value, Blocks) and value.axis == axis else None
     pieces = [
-        cut(value, a, b) if cut else algebra.cut_part(value, axis, a, b) for a, b in pairwise(ends)
+        cut(value, a, b) if cut else joining.cut_part(value, axis, a, b) for a, b in pairwise(ends)
     ]
     return None if None in pieces else pieces
 
