@@ -262,11 +262,14 @@ class TestDemo:
         for line in demo.stdout:
             if "Seconds a step" in line:
                 break
-        # A few steps into the training.
-        with pytest.raises(subprocess.TimeoutExpired):
-            demo.wait(timeout=3)
-        demo.send_signal(signal.SIGINT)
-        out, err = demo.communicate(timeout=60)
+        try:
+            # A few steps into the training.
+            with pytest.raises(subprocess.TimeoutExpired):
+                demo.wait(timeout=3)
+            demo.send_signal(signal.SIGINT)
+            out, err = demo.communicate(timeout=120)
+        finally:
+            demo.kill()
         assert demo.returncode == 130, err
         assert "Interrupted after" in out and "of 5000 steps" in out
         assert "Traceback" not in err
