@@ -464,6 +464,35 @@ def test_M5_peak_memory_is_that_of_a_hand_written_loop():
     assert hand < 0.6 * peak(whole)
 
 
+def test_forward_mode_is_refused_with_the_way_out():
+    with pytest.raises(MicrobatchError, match=r"jacrev\(jacrev\(fun\)\) for a Hessian"):
+        hessian(microbatch(lambda x: x.square().sum(), 0, 2))(rows(4))
+
+
+def test_in_forward_over_ddp():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        x = rows(12, 4)
+        for option in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            net = network()
+            wrapped = nn.parallel.DistributedDataParallel(net, **option)
+            fun = lambda x, net: net(x).square().mean()
+            expected = torch.autograd.grad(fun(x, net), list(net.parameters()))
+            for mode in ("in_forward", "auto", "recompute"):
+                small = microbatch(fun, 0, 3, MEAN, differentiate=mode)
+                if mode == "in_forward" and option:
+                    with pytest.raises(MicrobatchError, match=f"with {next(iter(option))}=True"):
+                        small(x, wrapped)
+                    continue
+                net.zero_grad()
+                small(x, wrapped).backward()
+                assert_same([p.grad for p in net.parameters()], expected)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_the_private_parts_of_pytorch_are_where_they_were():
     from microbatch.torch import _internals
 

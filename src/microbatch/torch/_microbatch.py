@@ -73,7 +73,7 @@ def microbatch(
             return total
 
     in the memory of one microbatch and one accumulator, and it can be differentiated in that memory too: by
-    ``backward()``, `torch.autograd.grad` and the transformations of `torch.func`. Gradients reach the arguments, what
+    ``backward()``, `torch.autograd.grad` and the reverse-mode transformations of `torch.func`. Gradients reach the arguments, what
     `fun` closes over, and the parameters of modules that it calls.
 
     Args:

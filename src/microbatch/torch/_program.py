@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from microbatch._accumulation import AccumulationType
+from microbatch._errors import MicrobatchError
 from microbatch._outputs import Part
 from microbatch._splitting import Split
 from microbatch.torch._accumulators import (
@@ -368,6 +369,14 @@ class Microbatched(torch.autograd.Function):
             for i, gradient in zip(needed, found, strict=True):
                 gradients[i] = gradient
         return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Forward mode would need the whole batch's tangents while the values are made; it is refused."""
+        raise MicrobatchError(
+            f"{ctx.program.where}: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) do not go through it.\n"
+            "Use reverse mode: torch.func.vjp, jacrev, or jacrev(jacrev(fun)) for a Hessian."
+        )
 
     @staticmethod
     def vmap(
