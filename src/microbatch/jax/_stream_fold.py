@@ -36,7 +36,7 @@ from microbatch.jax._stream_leaves import (
     to_host,
     with_paths,
 )
-from microbatch.jax._stream_program import Settings, Structure, program_of, rows_of
+from microbatch.jax._stream_program import Program, Settings, Structure, program_of, rows_of
 
 _IN_FLIGHT = 2
 
@@ -59,6 +59,7 @@ class Folding:
         self._state: Any = None
         self._ran = 0
         self._landing: deque[tuple[Any, list[Any]]] = deque()
+        self._programs: dict[Any, Program] = {}
         self._entries = _entries(settings.accumulator)
         self._bind(args)
 
@@ -189,15 +190,16 @@ class Folding:
         self._initial = [arrays[i] for i in places]
         self._device = single_device([*self._shared, *self._initial])
 
-    def _program(self, structure: Any) -> Any:
-        self._last_program = program_of(
-            self._fun,
-            self._settings,
-            Structure(self._args_structure, self._constants, self._state_places, structure),
-        )
+    def _program(self, structure: Any) -> Program:
+        if structure not in self._programs:
+            arguments = self._args_structure, self._constants, self._state_places
+            self._programs[structure] = program_of(
+                self._fun, self._settings, Structure(*arguments, structure)
+            )
+        self._last_program = self._programs[structure]
         return self._last_program
 
-    def _begin(self, program: Any, rows: list[Any]) -> None:
+    def _begin(self, program: Program, rows: list[Any]) -> None:
         self._planned = program.planned(self._shared, self._initial, rows)
         plan, outputs = self._planned.plan, self._planned.outputs
         places = [i for p in plan.parts if p.accumulator is CONCAT for i in p.values]
@@ -211,7 +213,7 @@ class Folding:
         self._state = program.start(self._shared, self._initial, rows, self._device)
         self._first_rows = self._rows
 
-    def _leave_out(self, program: Any, rows: list[Any]) -> None:
+    def _leave_out(self, program: Program, rows: list[Any]) -> None:
         self.wait()
         if self._host_rows:
             outputs = program.planned(self._shared, self._initial, rows).outputs
