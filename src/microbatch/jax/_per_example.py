@@ -22,7 +22,8 @@ from microbatch._splitting import Auto, Order, Remainder, make_split
 from microbatch.jax._accumulators import SUM, carry_dtype, highest, lowest
 from microbatch.jax._differentiate import Differentiate
 from microbatch.jax._factored import Explanation, evaluate, explain
-from microbatch.jax._microbatch import Options, checked, run
+from microbatch.jax._microbatch import run
+from microbatch.jax._options import Options, accumulators_of, checked
 
 Engine = Literal["auto", "factored", "vmap"]
 Norms = Literal["gram", "safe"]
@@ -285,7 +286,7 @@ def _check(spec: _Spec) -> None:
     check_choice(where, "engine", spec.engine, ("auto", "factored", "vmap"))
     check_choice(where, "norms", spec.norms, ("gram", "safe"))
     moved = any(axis != 0 for axis in jax.tree.leaves(spec.out_axes))
-    kinds = [as_accumulator(leaf) for leaf in _accumulators(spec.accumulator)]
+    kinds = accumulators_of(spec.accumulator)
     if moved and any(kind is not CONCAT for kind in kinds):
         raise AccumulatorError(
             f"{where}: out_axes={spec.out_axes!r} needs the examples side by side, and the accumulator is not CONCAT.\n"
@@ -504,10 +505,6 @@ def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: tuple[An
 
     jax.tree.map(note, (in_axes, 0), (args, kwargs), is_leaf=lambda axis: axis is None)
     return sizes[0] if sizes else 0
-
-
-def _accumulators(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda value: as_accumulator(value) is not None)
 
 
 def _column(mask: jax.Array, like: jax.Array) -> jax.Array:
