@@ -58,7 +58,7 @@ def main():
     )
     step = jax.jit(jax.value_and_grad(small, has_aux=True))
     (loss, new), gradients = step(params, statistics, key, x, labels)
-    (_, expected), reference = jax.value_and_grad(looped, has_aux=True)(
+    (_, expected), reference = jax.jit(jax.value_and_grad(looped, has_aux=True))(
         params, statistics, key, x, labels
     )
     gap = lambda a, b: max(
