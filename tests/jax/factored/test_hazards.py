@@ -272,3 +272,43 @@ def test_every_rule_is_of_a_primitive_that_exists():
         known |= {eqn.primitive.name for eqn in jax.make_jaxpr(fun)(jnp.ones((2, 2))).eqns}
     written = {*RULES, *MAKERS, *_control.CALLS}
     assert written - known == set()
+
+
+def test_effects_of_equations_whose_results_nobody_uses_happen(capfd):
+    def fun(x):
+        jax.debug.print("saw {}", x)
+        return jnp.sum(jnp.outer(x, x) ** 2)
+
+    evaluate(fun, (jnp.arange(6.0).reshape(2, 3),))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("saw") == 2
+
+
+def test_a_name_to_sum_over_runs_under_vmap():
+    from functools import partial
+
+    fun = lambda x: x / jax.lax.psum(x, "rows")
+    named = partial(jax.vmap, axis_name="rows")
+    np.testing.assert_allclose(evaluate(fun, (jnp.array([1.0, 3.0]),), vmap_fn=named), [0.25, 0.75])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_clipping_can_be_differentiated(engine):
+    model = linear(3)
+
+    def total(x):
+        one = per_example(model, lambda g: clip(g, 2.0))
+        out = evaluate(
+            one, (model.params, x, model.batch[1]), (None, 0, 0), aggregate="sum", engine=engine
+        )
+        return jnp.sum(jnp.sin(out[0]["w"]))
+
+    want = jax.grad(lambda x: jnp.sum(jnp.sin(_clipped_by_hand(x, model.batch[1], 2.0))))
+    x = model.batch[0]
+    np.testing.assert_allclose(jax.grad(total)(x), want(x), rtol=1e-4, atol=1e-5)
+
+
+def _clipped_by_hand(x, y, bound):
+    gradients = jnp.einsum("btm,btn->bmn", x, y)
+    norms = jnp.sqrt(jnp.sum(gradients**2, (1, 2)))
+    return jnp.einsum("b,bmn->mn", jnp.minimum(1, bound / norms), gradients)

@@ -10,7 +10,6 @@ from microbatch.jax._factored import explain
 from .models import MODELS
 from .running import as_double, assert_same_tree, clip, per_example, run, squared_norm
 
-
 # Where "auto" prefers arrays to some of the factors that "factored" keeps.
 CHOSEN_OTHERWISE = {
     "tiny layers",

@@ -262,10 +262,15 @@ def masked_factors(value: Outer):
     if value.scale is not None:
         scale = value.scale if value.keep is None else jnp.where(value.keep, value.scale, 0)
         if lhs.size < rhs.size:
-            lhs = (lhs * beside(scale, lhs, stack)).astype(lhs.dtype)
+            lhs = _scaled(lhs, beside(scale, lhs, stack), value.dtype)
         else:
-            rhs = (rhs * beside(scale, rhs, stack)).astype(rhs.dtype)
+            rhs = _scaled(rhs, beside(scale, rhs, stack), value.dtype)
     return lhs, rhs
+
+
+def _scaled(factor, scale, dtype):
+    """The factor times a scale, no narrower than the value that it is a factor of."""
+    return (factor * scale).astype(jnp.promote_types(factor.dtype, dtype))
 
 
 def masked_update(value: Rows):

@@ -303,14 +303,14 @@ def _normalised(factor, num_stack: int):
     """
     factor = factor.astype(working_dtype(factor.dtype))
     lead = num_stack + 1
-    largest = jnp.max(jnp.abs(factor), tuple(range(lead, factor.ndim)), initial=0)
+    largest = jnp.max(
+        jnp.abs(lax.stop_gradient(factor)), tuple(range(lead, factor.ndim)), initial=0
+    )
     exponent = jnp.frexp(largest)[1] - 1
     usable = (largest > 0) & jnp.isfinite(largest)
     exponent = jnp.where(usable, jnp.clip(exponent, -120, 120), 0).astype(factor.dtype)
-    scale = jnp.exp2(-lax.stop_gradient(exponent)).reshape(
-        exponent.shape + (1,) * (factor.ndim - lead)
-    )
-    return factor * scale, lax.stop_gradient(exponent)
+    scale = jnp.exp2(-exponent).reshape(exponent.shape + (1,) * (factor.ndim - lead))
+    return factor * scale, exponent
 
 
 def _raised(total, exponent):

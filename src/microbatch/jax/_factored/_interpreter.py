@@ -89,7 +89,7 @@ class _Frame:
         inputs = list(needed)
         mapped = [0 if self._per_example(v) else None for v in inputs]
         function = _function(self.jaxpr, eqns, inputs, kept)
-        if kept:
+        if kept or _effects(eqns):
             outs = self.ctx.vmap_fn(function, in_axes=(mapped,))([self._array(v) for v in inputs])
             self.env.update(zip(kept, map(Dense, outs), strict=True))
         self.waiting = []

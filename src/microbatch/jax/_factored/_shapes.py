@@ -310,7 +310,7 @@ def convert_element_type(ctx: Context, eqn, value: Value) -> Value | None:
 @rule("copy", "stop_gradient", "sharding_constraint", "optimization_barrier")
 def same(ctx: Context, eqn, *operands: Value):
     """The value itself."""
-    return operands[0] if len(operands) == 1 else list(operands)
+    return list(operands) if eqn.primitive.multiple_results else operands[0]
 
 
 @rule("name")
