@@ -217,6 +217,19 @@ def test_every_kind_and_its_derivative_equals_one_device(mesh, reduce):
     assert out["rows"].sharding.shard_shape((ROWS,)) == (ROWS // SHARDS,)
 
 
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("differentiate", ["in_forward", "recompute"])
+def test_gradients_of_rows_equal_one_device(mesh, differentiate):
+    options = {"mesh": mesh} if mesh is AUTO else {}
+    small = microbatch(loss, (1, 2), SIZE, MEAN, differentiate=differentiate, **options)
+    with jax.set_mesh(mesh):
+        args = put(params(), mesh), *put(batch(), mesh, P("data"))
+        out = jax.jit(jax.grad(small, (1, 2)))(*args)
+    for got, want in zip(out, jax.grad(loss, (1, 2))(params(), *batch()), strict=True):
+        np.testing.assert_allclose(np.asarray(got), want, 1e-4, 1e-8)
+        assert got.sharding.shard_shape(got.shape)[0] == ROWS // SHARDS
+
+
 @pytest.mark.parametrize("count", [0, 2, 99])
 def test_an_early_stop_equals_one_device(count):
     def stopped(mesh, count, *args):
@@ -242,8 +255,8 @@ def test_N1_N4_weights_differ_between_devices_and_a_device_without_any_adds_noth
     options = {"weight_fn": lambda params, x, y, mask: mask.sum(), "mesh": AUTO, "reduce": reduce}
     if way == "recompute":
         options["differentiate"] = "recompute"
-    small = microbatch(masked_loss, (1, 2, 3), 8, MEAN, **options)
-    inside = microbatch(jax.value_and_grad(masked_loss), (1, 2, 3), 8, MEAN, **options)
+    small = microbatch(masked_loss, (1, 2, 3), SIZE, MEAN, **options)
+    inside = microbatch(jax.value_and_grad(masked_loss), (1, 2, 3), SIZE, MEAN, **options)
     fun = inside if way == "inside" else jax.value_and_grad(small)
     args = put(params(), AUTO), *put((x.at[:8].set(jnp.nan), y, mask), AUTO, P("data"))
     out = jax.jit(fun)(*args)
