@@ -12,6 +12,8 @@ from microbatch import AccumulationType as Kind
 from microbatch import AccumulatorError, BatchError
 from microbatch.jax import Accumulator, Carry, micro_grad, micro_vmap
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 X = jax.random.normal(jax.random.key(0), (12, 5))
 Y = jax.random.normal(jax.random.key(1), (12, 3))
 W = [
@@ -207,7 +209,8 @@ def test_a_mapped_function_is_differentiated_in_bounded_memory():
     fun = lambda w, x: jnp.tanh(x @ w).sum()
     small = micro_vmap(fun, (None, 0), microbatch_size=4)
     whole = jax.vmap(fun, (None, 0))
-    assert_close(jax.jit(jax.grad(total(small)))(W[0]), jax.grad(total(whole))(W[0]))
+    gradients = jax.jit(jax.grad(total(small)))(W[0]), jax.grad(total(whole))(W[0])
+    assert_close(*gradients, atol=3e-5)  # entries of 30 cancel to 0.02
 
 
 def test_ones_own_accumulator_needs_an_aggregate():
