@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Compiling takes long and varies, so there is no deadline; the examples are the same on every run.
@@ -25,3 +26,13 @@ settings.register_profile(
 )
 settings.register_profile("thorough", parent=settings.get_profile("repeatable"), max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+    """Compiles JAX programs with few optimizations: for values, not for the compiler's memory and programs."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -9,6 +9,8 @@ from microbatch import AccumulationType as Kind
 from microbatch import MicrobatchError
 from microbatch.jax import Accumulator, Carry, microbatch
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 STRIDED = {"microbatch_size": 4, "order": "strided"}
 TAIL = {"microbatch_size": 5, "order": "contiguous", "remainder": "allow"}
 STRIDED_TAIL = {"microbatch_size": 5, "order": "strided", "remainder": "allow"}

@@ -12,6 +12,8 @@ from microbatch import AccumulationType as Kind
 from microbatch import AccumulatorError, BatchError, MicrobatchSizeError
 from microbatch.jax import Carry, microbatch
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 X = jnp.arange(24.0).reshape(12, 2)
 
 

@@ -21,6 +21,8 @@ from microbatch import BatchError, MicrobatchSizeError
 from microbatch import jax as ours
 from tests.laws.trees import assert_same_tree
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ROWS = 12
 
 
