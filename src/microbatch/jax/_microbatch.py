@@ -104,7 +104,8 @@ def microbatch(
       mesh: a mesh whose devices hold the rows. Each device folds its own rows and they combine once, after the loop;
         the other arguments are whole on each. `fun` then sees m rows / shards, one piece of a microbatch, and
         SUM and MEAN are over all pieces. Custom accumulators, Carry and LAST are refused, and `fun` may not
-        constrain the axes of the rows. Not needed on a mesh with explicit axes.
+        constrain the axes of the rows. On a mesh with explicit axes, or inside `jax.shard_map`, `fun` sees all m rows, and
+        its sums over devices are put off until after the loop without this argument (not under "store" or `vmap`).
       batch_spec: over which axes of the mesh the rows lie, for example ``P("data")``. Default: the only axis.
       reduce: where parameters are sharded over the axes of the rows: "once" holds whole sums on each device and
         scatters them after the loop, "each" holds them in shards and scatters each microbatch.
