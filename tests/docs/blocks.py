@@ -7,17 +7,18 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 _TAB = re.compile(r'^=== "(.+)"$')
-_FENCE = re.compile(r"^( *)```(\w*)$")
+_FENCE = re.compile(r"^ *```(\w*)$")
 _PROMISE = re.compile(r"^print\(.*\)  # (.+)$")
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its text, the tab that it is in ("" for none), and its first line in the page."""
+    """A fenced block: its language, its text, the tab that it is in ("" for none), and the lines of its fences."""
 
     language: str
     text: str
     tab: str
     line: int
+    end: int
 
     @property
     def promised(self) -> list[str]:
@@ -32,32 +33,33 @@ def pages() -> list[Path]:
 
 def blocks(page: str) -> list[Block]:
     """All fenced blocks of a page, in order."""
-    found, tab = [], ""
-    lines = iter(enumerate(page.splitlines(), 1))
-    for number, line in lines:
+    found, tab, opened, body = [], "", None, []
+    for number, line in enumerate(page.splitlines(), 1):
+        if opened:
+            language, start = opened
+            if line.strip() == "```":
+                text = dedent("\n".join(body)) + "\n"
+                found.append(Block(language, text, tab, start, number))
+                opened = None
+            body.append(line)
+            continue
         if match := _TAB.match(line):
             tab = match[1]
         elif line and not line.startswith(" "):
             tab = ""
         if match := _FENCE.match(line):
-            body = []
-            for _, inner in lines:
-                if inner.strip() == "```":
-                    break
-                body.append(inner)
-            found.append(Block(match[2], dedent("\n".join(body)) + "\n", tab, number))
+            opened, body = (match[1], number), []
     return found
 
 
 def outputs(page: str) -> dict[int, str]:
     """By the line of a Python block: the text block that follows it at once, which is what it prints."""
-    bodies = re.compile(r"^ *```python\n.*?^ *```\n\n *```text\n", re.DOTALL | re.MULTILINE)
-    followed = {page[: m.start()].count("\n") + 1 for m in bodies.finditer(page)}
-    shown, found = blocks(page), {}
-    for code, text in zip(shown, shown[1:]):
-        if code.language == "python" and text.language == "text" and code.line in followed:
-            found[code.line] = text.text
-    return found
+    shown = blocks(page)
+    return {
+        code.line: text.text
+        for code, text in zip(shown, shown[1:])
+        if (code.language, text.language) == ("python", "text") and text.line == code.end + 2
+    }
 
 
 def alike(text: str) -> str:

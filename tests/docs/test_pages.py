@@ -11,17 +11,27 @@ RUNS = [name for name in NAMES if "```python" in (ROOT / name).read_text()]
 
 
 def run(page, name, capsys):
-    """Runs the Python blocks of a page in order; those of one tab share their names, as do those outside of tabs."""
+    """Runs the Python blocks of a page in order: those outside of tabs share their names, and each tab adds its own."""
     spaces, expected = {}, outputs(page)
     for block in blocks(page):
         if block.language != "python":
             continue
+        if path := included(block):
+            assert (ROOT / path).is_relative_to(ROOT / "examples") and (ROOT / path).exists()
+            continue
         space = spaces.setdefault(block.tab, {"__name__": "__page__"})
+        space.update((k, v) for k, v in spaces.get("", {}).items() if k not in space)
         # The padding makes line numbers in a traceback those of the page.
         source = "\n" * block.line + block.text
         exec(compile(source, name, "exec"), space)
         printed = capsys.readouterr().out
         check(block, printed, expected.get(block.line), name)
+
+
+def included(block: Block) -> str | None:
+    """The example that a block shows; examples have tests of their own."""
+    match = re.fullmatch(r'--8<-- "(.+)"\n', block.text)
+    return match and match[1]
 
 
 def check(block: Block, printed: str, text: str | None, name: str):
@@ -81,7 +91,7 @@ print(1 + 1)  # 2
 
 def test_blocks_are_found(capsys):
     first, second, third = blocks(PAGE)
-    assert first == Block("python", "print(1 + 1)  # 2\n", "", 2) and first.promised == ["2"]
+    assert first == Block("python", "print(1 + 1)  # 2\n", "", 2, 4) and first.promised == ["2"]
     assert (second.tab, second.text) == ("One", 'x = 1\nprint(f"{x} of 3")\n')
     assert outputs(PAGE) == {8: third.text}
     run(PAGE, "page", capsys)
