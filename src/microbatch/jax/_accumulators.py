@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from microbatch._accumulation import (
     MEANS,
@@ -96,19 +97,22 @@ class _Ops:
         return filled(spec, highest(spec.dtype), spec.dtype)
 
     def add(self, carry: jax.Array, value: jax.Array, weight: Any | None) -> jax.Array:
-        value = value.astype(carry.dtype)
-        return carry + (value if weight is None else value * jnp.asarray(weight, carry.dtype))
+        value = cast(value, carry.dtype)
+        if weight is not None:
+            # A real weight: a complex one would make NaN of infinity times 1 + 0i.
+            value = value * jnp.asarray(weight, real_dtype(carry.dtype))
+        return lax.add(carry, value)
 
     def blend(self, carry: jax.Array, value: jax.Array, weight: Any, total: Any) -> jax.Array:
-        weight = jnp.asarray(1 if weight is None else weight, carry.dtype)
-        kept = jnp.asarray(total, carry.dtype)
+        weight = jnp.asarray(1 if weight is None else weight, real_dtype(carry.dtype))
+        kept = jnp.asarray(total, weight.dtype)
         kept = kept / (kept + weight)
-        return carry * kept + value.astype(carry.dtype) * (1 - kept)
+        return carry * kept + cast(value, carry.dtype) * (1 - kept)
 
     def divide(self, carry: jax.Array, total: Any) -> jax.Array:
         if isinstance(total, int | float):
             return carry / total if total else carry
-        total = total.astype(carry.dtype)
+        total = total.astype(real_dtype(carry.dtype))
         return jnp.where(total == 0, 0, carry / jnp.where(total == 0, 1, total))
 
     def maximum(self, carry: jax.Array, value: jax.Array) -> jax.Array:
@@ -118,7 +122,7 @@ class _Ops:
         return jnp.minimum(carry, value)
 
     def replace(self, carry: jax.Array, value: jax.Array) -> jax.Array:
-        return value.astype(carry.dtype)
+        return cast(value, carry.dtype)
 
 
 RULES = {kind: leaf_rule(kind, _Ops()) for kind in AccumulationType if kind is not CONCAT}
@@ -164,7 +168,7 @@ def finalize(output: Output, split: Split, carry: Any, total: Any) -> Any:
         return output.kind.finalize(carry)
     if output.kind is CONCAT:
         return join(carry, output.rows(split))
-    return RULES[output.kind].finalize(carry, total).astype(output.type.dtype)
+    return cast(RULES[output.kind].finalize(carry, total), output.type.dtype)
 
 
 def _weight(at: Moment) -> jax.Array:
@@ -173,6 +177,16 @@ def _weight(at: Moment) -> jax.Array:
 
 def _spec(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def cast(value: jax.Array, dtype: Any) -> jax.Array:
+    """`value` in another dtype; itself, and no operation, where it has it."""
+    return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
+
+
+def real_dtype(dtype: Any) -> Any:
+    """The dtype of a weight that scales values of `dtype`."""
+    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
 def lowest(dtype: Any) -> Any:

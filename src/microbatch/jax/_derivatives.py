@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from microbatch._accumulation import EXTREMES, AccumulationType, Accumulator
 from microbatch._errors import MicrobatchError
@@ -213,7 +214,7 @@ def runs_of(loop: Loop, arrays: Arrays) -> Any:
 def zero_tangent(value: Any) -> Any:
     """The zero tangent of a value, of dtype float0 for integers and keys."""
     if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.zeros_like(value)
+        return lax.full_like(value, 0)
     return np.zeros(value.shape, jax.dtypes.float0)
 
 

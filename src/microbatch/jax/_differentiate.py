@@ -12,12 +12,13 @@ from typing import Literal as OneOf
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from microbatch._accumulation import EXTREMES
 from microbatch._errors import MicrobatchError
-from microbatch.jax._accumulators import Moment, Output
+from microbatch.jax._accumulators import Moment, Output, cast
 from microbatch.jax._derivatives import (
     Active,
     divided,
@@ -115,8 +116,10 @@ def _inner_product(
     """The tangent of a scalar: its gradients times the tangents of the inputs, summed."""
 
     def dot(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
+        product = lax.mul(gradient, cast(tangent, gradient.dtype))
         # The loss is real: its tangent is the real part, and JAX's gradients are not conjugated.
-        return jnp.sum(jnp.real(gradient * tangent.astype(gradient.dtype)))
+        product = lax.real(product) if jnp.iscomplexobj(product) else product
+        return lax.reduce_sum(product, tuple(range(product.ndim)))
 
     products = [dot(g, t) for g, t in zip(gradients, moving, strict=True)]
     of_shared, of_rows = products[: len(active.shared)], products[len(active.shared) :]

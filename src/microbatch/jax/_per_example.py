@@ -24,6 +24,7 @@ from microbatch.jax._differentiate import Differentiate
 from microbatch.jax._factored import Explanation, evaluate, explain
 from microbatch.jax._microbatch import run
 from microbatch.jax._options import Options, accumulators_of, checked
+from microbatch.jax._stateful import evaluated
 
 Engine = Literal["auto", "factored", "vmap"]
 Norms = Literal["gram", "safe"]
@@ -413,7 +414,7 @@ def _mapped(
         args = tuple(
             jax.tree.map(folded, a) if i in spec.key_argnums else a for i, a in enumerate(args)
         )
-        return spec.fun(*args, **kwargs)
+        return evaluated(spec.where, spec.fun, args, kwargs)
 
     return example, (rows, args, kwargs), (None if rows is None else 0, in_axes, 0)
 

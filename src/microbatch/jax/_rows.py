@@ -115,8 +115,8 @@ def rows_buffer(aval: Any, rows: Rows, tail_rows: int) -> Any:
     Contiguous: ``[…, n·q + tail, …]``. Strided: ``[…, q, n, …]``, with a second array for the tail where there is one.
     A scalar counts as one row.
     """
-    axis, shape, spec = rows.axis, aval.shape or (1,), explicit_spec(aval) or (None,)
-    spec = None if explicit_spec(aval) is None else spec
+    axis, shape, spec = rows.axis, aval.shape or (1,), explicit_spec(aval)
+    spec = (None,) if spec == () else spec
     with_rows = lambda count: (*shape[:axis], count, *shape[axis + 1 :])
     if rows.order == "contiguous":
         return _constant(aval, with_rows(rows.size * rows.count + tail_rows), spec, 0, aval.dtype)
