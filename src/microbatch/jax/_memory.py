@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from microbatch._checks import Slot
-from microbatch._errors import BudgetError, PlanError
+from microbatch._errors import BudgetError, MicrobatchError, PlanError
 from microbatch._identity import Recent, function_key
 from microbatch._memory import Budget, host_memory_bytes, resolve_budget
 from microbatch._planning import Plan, logger, lower_to, make_plan
@@ -222,7 +222,7 @@ def resolve_auto(
     )
     sizes = candidate_sizes(max(batch_size, 1), remainder=remainder == "allow")
     with jax.ensure_compile_time_eval():
-        found = agreed(_plans.get(whole_key, make), sizes)
+        found = agreed(lambda: _plans.get(whole_key, make), sizes)
     if found.microbatch_size is None:
         raise BudgetError(
             f"{where}: {found.explanation}\nRaise memory_budget, or give microbatch_size a number."
@@ -245,14 +245,22 @@ def device_budget(memory_budget: int | str | None, leaves: Sequence[Any], where:
     return resolve_budget(memory_budget, total, str(devices[0]), where=where)
 
 
-def agreed(made: Plan, sizes: Sequence[int]) -> Plan:
-    """The plan with the smallest size of all processes; every one must call this."""
+def agreed(make: Callable[[], Plan], sizes: Sequence[int]) -> Plan:
+    """This process's plan with a size that all processes can hold; every process must call this.
+
+    One whose plan fails takes part as well, or the others would wait for it.
+    """
     if jax.process_count() == 1:
-        return made
+        return make()
     from jax.experimental import multihost_utils
 
-    smallest = multihost_utils.process_allgather(np.int32(made.microbatch_size or 0)).min()
-    return lower_to(made, int(smallest), sizes)
+    smallest = lambda size: int(multihost_utils.process_allgather(np.int32(size)).min())
+    try:
+        own = make()
+    except MicrobatchError:
+        smallest(0)
+        raise
+    return lower_to(own, smallest(own.microbatch_size or 0), sizes)
 
 
 def spec_of(x: Any) -> jax.ShapeDtypeStruct:

@@ -115,7 +115,7 @@ def plan(
             small = microbatch(fun, argnums, size, accumulator, **options)
             return small if step_fn is None else step_fn(small)
 
-        made = make_plan_for(
+        make = lambda: make_plan_for(
             where,
             name_of(fun),
             lambda size: compile_program(where, target(size), args, kwargs),
@@ -126,7 +126,7 @@ def plan(
             sizes=sizes,
             time_fn=_seconds if time else None,
         )
-        return agreed(made, sizes)
+        return agreed(make, sizes)
 
     return planned
 

@@ -78,17 +78,8 @@ def resolve_auto(
 
     allow = remainder == "allow"
     make = lambda: plan_work(work, name_of(fun), memory_budget, remainder=allow)
-    try:
-        own: Plan | MicrobatchError = _plans.get(key, make)
-    except MicrobatchError as error:
-        own = error
-    # Also a process that failed takes part, or the others would wait for it.
-    size = smallest(
-        0 if isinstance(own, MicrobatchError) else own.microbatch_size, place, process_group
-    )
-    if isinstance(own, MicrobatchError):
-        raise own
-    found = lower_to(own, size, candidate_sizes(own.batch_size, remainder=allow))
+    sizes = candidate_sizes(max(batch.batch_size, 1), remainder=allow)
+    found = agreed(lambda: _plans.get(key, make), sizes, place, process_group)
     if found.microbatch_size is None:
         raise BudgetError(
             f"{where}: {found.explanation}\nRaise memory_budget, or give microbatch_size a number."
@@ -166,12 +157,26 @@ def sizes_of(
     return usable
 
 
-def smallest(size: int | None, device: torch.device, group: Any) -> int:
-    """The smallest size of all processes, 0 where one has none; every process must call this."""
+def agreed(
+    make: Callable[[], Plan], sizes: Sequence[int], device: torch.device, group: Any
+) -> Plan:
+    """This process's plan with a size that all processes can hold; every process must call this.
+
+    One whose plan fails takes part as well, or the others would wait for it.
+    """
+    try:
+        own = make()
+    except MicrobatchError:
+        _smallest(0, device, group)
+        raise
+    return lower_to(own, _smallest(own.microbatch_size or 0, device, group), sizes)
+
+
+def _smallest(size: int, device: torch.device, group: Any) -> int:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
-        return size or 0
+        return size
     on = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    held = torch.tensor(size or 0, device=on)
+    held = torch.tensor(size, device=on)
     dist.all_reduce(held, op=dist.ReduceOp.MIN, group=group)
     return int(held)
 

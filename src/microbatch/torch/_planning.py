@@ -8,9 +8,9 @@ import torch
 
 from microbatch._accumulation import AccumulationType, as_accumulator
 from microbatch._checks import as_argnames, as_argnums, check_choice, locate, name_of, signature_of
-from microbatch._planning import Plan, lower_to
+from microbatch._planning import Plan
 from microbatch.torch._batch import batch_of
-from microbatch.torch._memory import device_of, plan_work, sizes_of, smallest
+from microbatch.torch._memory import agreed, device_of, plan_work, sizes_of
 from microbatch.torch._microbatch import microbatch
 from microbatch.torch._simulation import Work
 
@@ -95,17 +95,21 @@ def plan(
         batch = batch_of(where, target, values, dims)
         place = torch.device(device) if device is not None else device_of(fun, (args, kwargs))
         work = Work(where, target, batch, concat, backward, optimizer, accumulator_dtype, place)
-        made = plan_work(
-            work,
-            name_of(fun),
-            memory_budget,
-            remainder=remainder == "allow",
-            time=time,
-            candidates=candidates,
-            probe=probe,
-        )
-        sizes = sizes_of(where, batch.batch_size, candidates, remainder == "allow")
-        return lower_to(made, smallest(made.microbatch_size, place, process_group), sizes)
+        sizes: list[int] = []
+
+        def make() -> Plan:
+            sizes.extend(sizes_of(where, batch.batch_size, candidates, remainder == "allow"))
+            return plan_work(
+                work,
+                name_of(fun),
+                memory_budget,
+                remainder=remainder == "allow",
+                time=time,
+                candidates=candidates,
+                probe=probe,
+            )
+
+        return agreed(make, sizes, place, process_group)
 
     return planned
 
