@@ -16,7 +16,7 @@ from microbatch._memory import Budget, host_memory_bytes, resolve_budget
 from microbatch._planning import Plan, logger, lower_to, make_plan
 from microbatch._search import candidate_sizes, halvings, search
 from microbatch.jax._binding import hoisted, is_array
-from microbatch.jax._scratch import scratch_bytes
+from microbatch.jax._scratch import fused_bytes, scratch_bytes
 
 # Buffers are padded, and small ones come and go with the size; more than this is a bend in the line.
 SLACK_BYTES = 2**16
@@ -307,7 +307,8 @@ def _program(
         + extra_bytes
     )
     on_cpu = next(iter(_devices([]))).platform == "cpu"
-    return Program(call, total, scratch_bytes(jaxpr) if on_cpu else 0)
+    scratch = scratch_bytes(jaxpr) + fused_bytes(compiled.as_text()) if on_cpu else 0
+    return Program(call, total, scratch)
 
 
 def _with_gradient(fun: Callable[..., Any], constant: set[int | str]) -> Callable[..., Any]:

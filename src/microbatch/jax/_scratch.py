@@ -1,5 +1,7 @@
 """Memory that XLA's kernels on a CPU take beside what the compiler plans: estimated from the operations."""
 
+import math
+import re
 from typing import Any
 
 from jax.extend.core import Jaxpr
@@ -18,6 +20,27 @@ def scratch_bytes(jaxpr: Jaxpr) -> int:
     Plain matrix products take next to nothing. On accelerators the compiler's figure holds everything.
     """
     return OPERANDS_HELD * _largest_operand(jaxpr)
+
+
+def fused_bytes(program_text: str) -> int:
+    """The largest array inside the kernels into which XLA on a CPU fuses matrix products, which it does not count.
+
+    Measured: a loss of 262,144 rows took 256 MiB, one hidden layer, where the compiler's figure for temporaries was 0.
+    """
+    named = set(re.findall(r"kind=kCustom, calls=%?([\w.\-]+)", program_text))
+    found, inside = 0, False
+    for line in program_text.splitlines():
+        if line.endswith("{"):
+            inside = line.strip().lstrip("%").split(" ")[0] in named
+        elif inside and " parameter(" not in line:
+            for dtype, sizes in re.findall(r"= (\w+)\[([\d,]+)\]", line):
+                found = max(found, _array_bytes(dtype, sizes))
+    return found
+
+
+def _array_bytes(dtype: str, sizes: str) -> int:
+    width = 1 if dtype in ("pred", "s8", "u8") else int(re.sub(r"\D", "", dtype) or 8) // 8
+    return max(width, 1) * math.prod(int(size) for size in sizes.split(","))
 
 
 def _largest_operand(jaxpr: Jaxpr) -> int:
