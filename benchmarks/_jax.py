@@ -21,7 +21,8 @@ def contenders(
       args: the arguments of all of them.
       exact: the right result in float64, a tree whose leaves are compared one by one; None skips the errors.
     """
-    return tuple(_contender(name, fun, args, exact) for name, fun in functions.items())
+    compiled = _compiled_in_turn(functions, args)
+    return tuple(_contender(name, *found, args, exact) for name, found in compiled.items())
 
 
 def in_float64(fun: Callable[..., Any], *args: Any) -> Any:
@@ -34,8 +35,9 @@ def in_float64(fun: Callable[..., Any], *args: Any) -> Any:
         return jax.block_until_ready(jax.jit(fun)(*wide))
 
 
-def _contender(name: str, fun: Callable[..., Any], args: Any, exact: Any) -> Contender:
-    compiled, compile_seconds = _compiled(fun, args)
+def _contender(
+    name: str, compiled: Any, compile_seconds: float, args: Any, exact: Any
+) -> Contender:
     out = jax.block_until_ready(compiled(*args))
     return Contender(
         name,
@@ -46,16 +48,20 @@ def _contender(name: str, fun: Callable[..., Any], args: Any, exact: Any) -> Con
     )
 
 
-def _compiled(fun: Callable[..., Any], args: Any, repeats: int = 3) -> tuple[Any, float]:
-    """The compiled program, and the median time to trace and compile it."""
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        # A fresh function each time: JAX remembers those that it has traced.
-        compiled = jax.jit(lambda *a: fun(*a)).lower(*args).compile()
-        taken.append(time.perf_counter() - start)
-        jax.clear_caches()
-    return compiled, statistics.median(taken)
+def _compiled_in_turn(
+    functions: Mapping[str, Callable[..., Any]], args: Any, rounds: int = 5
+) -> dict[str, tuple[Any, float]]:
+    """Each function's compiled program, and the median time to trace and compile it; they take turns."""
+    programs: dict[str, Any] = {}
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, fun in functions.items():
+            jax.clear_caches()
+            start = time.perf_counter()
+            # A fresh function each time: JAX remembers those that it has traced.
+            programs[name] = jax.jit(lambda *a, fun=fun: fun(*a)).lower(*args).compile()
+            taken[name].append(time.perf_counter() - start)
+    return {name: (programs[name], statistics.median(taken[name])) for name in functions}
 
 
 def _error(got: Any, exact: Any) -> float:
