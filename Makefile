@@ -55,7 +55,7 @@ $(DEMO_READY): $(SETUP) | $(CREATED)
 
 $(DEV_READY): $(SETUP) | $(CREATED)
 	$(PIP) -c constraints.txt -e '.[dev]'
-	$(PIP) -c constraints.txt --no-deps jax-privacy dp-accounting
+	$(PIP) -c constraints.txt --no-deps jax-privacy dp-accounting chex toolz
 	touch $@
 
 $(DOCS_READY): $(DEV_READY)

@@ -23,7 +23,7 @@ def workloads() -> list[Workload]:
     """Three models, and the transformer with its layers in a scan."""
     mlp, cnn, transformer = _mlp(), _cnn(), _transformer(stacked=False)
     return [
-        _workload("mlp", "MLP 4 × 512, 1,024 rows", mlp, 1024, (32, 64), (1.2, 1.6, 1.3)),
+        _workload("mlp", "MLP 4 × 512, 1,024 rows", mlp, 256, (32, 64), (1.2, 1.6, 1.3)),
         _workload("cnn", "CNN, 256 images of 16 × 16", cnn, 16, (8, 16, 32), (1.5, 2.5, 1.5)),
         _workload(
             "transformer",

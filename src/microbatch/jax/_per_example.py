@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from microbatch._accumulation import (
     MEANS,
@@ -224,6 +225,7 @@ def micro_grad(
 
     def example_grad(*args: Any, **kwargs: Any) -> Any:
         (value, aux), gradients = value_and_grad(*as_batch_of_one(args), **kwargs)
+        gradients = jax.tree_util.tree_map_with_path(_named, gradients)
         return transform_fn(gradients), Aux(value, metrics_fn(gradients), aux)
 
     def example_weight(*args: Any, **kwargs: Any) -> Any:
@@ -506,6 +508,11 @@ def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: tuple[An
 
     jax.tree.map(note, (in_axes, 0), (args, kwargs), is_leaf=lambda axis: axis is None)
     return sizes[0] if sizes else 0
+
+
+def _named(path: Any, gradient: jax.Array) -> jax.Array:
+    """`gradient` under the name that `explain` prints."""
+    return checkpoint_name(gradient, f"gradient{jax.tree_util.keystr(path)}")
 
 
 def _column(mask: jax.Array, like: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ from microbatch.jax._factored import explain
 from .models import MODELS
 from .running import as_double, assert_same_tree, clip, per_example, run, squared_norm
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 # Where "auto" prefers arrays to some of the factors that "factored" keeps.
 CHOSEN_OTHERWISE = {
     "tiny layers",

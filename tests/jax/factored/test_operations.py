@@ -11,6 +11,8 @@ from microbatch.jax._factored import explain
 from .models import MODELS, TOKENS, WIDTH, Model
 from .running import as_double, assert_same_tree, clip, per_example, run, squared_norm
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 tree_map = jax.tree.map
 
 
