@@ -452,6 +452,30 @@ def test_mapped_and_differentiated_twice_over_devices(mesh):
     assert_close(mapped, jnp.stack([jax.grad(bent)(s * w, x) for s in range(3)]))
 
 
+@pytest.mark.parametrize("way", ["explicit mesh", "shard_map"])
+def test_rows_of_a_mapped_loop_are_differentiated_over_devices(way):
+    """What lies over devices is part of the cotangent's type, also below a vmap."""
+    encode = lambda w, x: jnp.tanh(x * w)
+    x = jnp.linspace(-1, 1, ROWS * 2).reshape(ROWS, 2)
+    models = jnp.array([[1.0, 0.5], [2.0, -1.0], [0.3, 0.1]])
+
+    def gradient(fun, x):
+        of_models = lambda models: jnp.sum(jax.vmap(lambda w: fun(w, x))(models) ** 2)
+        return jax.grad(of_models)
+
+    expected = gradient(encode, x)(models)
+    if way == "explicit mesh":
+        small = microbatch(encode, 1, SIZE, CONCAT)
+        with jax.set_mesh(EXPLICIT):
+            found = jax.jit(gradient(small, put(x, EXPLICIT, P("data"))))(put(models, EXPLICIT))
+    else:
+        small = microbatch(encode, 1, SIZE // SHARDS, CONCAT)
+        local = lambda models, x: gradient(small, x)(models)
+        mapped = jax.shard_map(local, mesh=AUTO, in_specs=(P(), P("data")), out_specs=P())
+        found = jax.jit(mapped)(models, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_low_precisions_are_summed_over_devices_in_float32():
     # 257 on seven devices, 260 on the last: 2059, which is 2064 in bfloat16. A device's 257 is 256 there, which
     # would end at 2048.

@@ -102,7 +102,11 @@ def _batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> tuple[list[An
         ]
 
     def with_axis(aval: Any) -> Any:
-        return jax.core.ShapedArray((size, *aval.shape), aval.dtype)
+        # What varies inside `shard_map`, and how it lies on an explicit mesh, is part of the type.
+        spec = aval.sharding.spec
+        spec = spec.update(partitions=(axis_data.explicit_mesh_axis, *spec.partitions))
+        shape = (size, *aval.shape)
+        return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
 
     params |= {
         "forward": batched_forward,
