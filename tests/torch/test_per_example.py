@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from microbatch import Accumulator, AccumulatorError, MicrobatchError
+from microbatch import Accumulator, AccumulatorError, BatchError, MicrobatchError
 from microbatch.torch import AccumulationType, Aux, Carry, global_norm, micro_grad, micro_vmap
 from microbatch.torch._tracking import TensorBytes
 
@@ -237,3 +237,45 @@ def test_per_example_functions_are_differentiable():
     (second,) = torch.autograd.grad(found.square().sum(), w)
     first = torch.autograd.grad((x @ w).tanh().sum(), w, create_graph=True)[0]
     torch.testing.assert_close(second, torch.autograd.grad(first.square().sum(), w)[0])
+
+
+@pytest.mark.parametrize("kind", [MAX, MIN])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.float32])
+def test_extremes_of_every_dtype_leave_out_what_has_no_weight(kind, dtype):
+    values = torch.tensor([0, 1, 0, 1, 1, 0]).to(dtype)
+    kept = torch.tensor([1, 0, 1, 0, 0, 1]) if kind is MAX else torch.tensor([0, 1, 0, 1, 1, 0])
+    found = micro_vmap(
+        lambda x, w: x, microbatch_size=2, accumulator=kind, weight_fn=lambda x, w: w
+    )(values, kept)
+    assert found.dtype == dtype and found == (kind is MIN)
+
+
+@pytest.mark.parametrize("kind", [SUM, MEAN])
+def test_sums_of_examples_are_rounded_once(kind):
+    values = torch.tensor([256.0, 1.0] + [1.0] * 124 + [-256.0, 1.0], dtype=torch.bfloat16)
+    right = values.double().sum() if kind is SUM else values.double().mean()
+    found = micro_vmap(lambda x: x, microbatch_size=2, accumulator=kind)(values)
+    assert found.dtype == torch.bfloat16 and found == right.bfloat16()
+
+
+def test_examples_are_summed_in_the_dtype_that_is_asked_for():
+    values = torch.tensor([1e8, *[1.0] * 6, -1e8])
+    total = micro_vmap(
+        lambda x: x, microbatch_size=4, accumulator=SUM, accumulator_dtype=torch.float64
+    )
+    assert total(values) == 6 and total(values).dtype == torch.float32
+
+
+def test_complex_extremes_are_refused_with_the_path():
+    with pytest.raises(AccumulatorError, match="output has dtype complex64, which has no order"):
+        micro_vmap(lambda x: x, microbatch_size=2, accumulator=MAX)(
+            torch.ones(4, dtype=torch.cfloat)
+        )
+
+
+def test_argnums_count_from_the_end_and_are_checked(data):
+    net = network()
+    found, _ = micro_grad(loss, argnums=-3, batch_argnums=(1, 2))(net, *data)
+    torch.testing.assert_close(found, total(per_example(net, *data)))
+    with pytest.raises(BatchError, match="argnums names argument 3, and the call has 3 positional"):
+        micro_grad(loss, argnums=3, batch_argnums=(1, 2))(net, *data)

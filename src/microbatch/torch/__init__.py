@@ -10,7 +10,8 @@ except ImportError as error:
 from microbatch._accumulation import AccumulationType, Accumulator, Carry
 from microbatch.torch._gradient_accumulation import gradient_accumulation
 from microbatch.torch._microbatch import microbatch, reshape_batch_axis
-from microbatch.torch._per_example import Aux, global_norm, micro_grad, micro_vmap
+from microbatch.torch._per_example import micro_vmap
+from microbatch.torch._per_example_gradients import Aux, global_norm, micro_grad
 from microbatch.torch._planning import plan
 from microbatch.torch._stream import accumulate
 from microbatch.torch._trainer import TrainerMixin

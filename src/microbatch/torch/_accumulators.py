@@ -115,10 +115,10 @@ class _Ops:
         return torch.zeros(spec.shape, dtype=dtype, device=spec.device)
 
     def lowest(self, spec: torch.Tensor) -> torch.Tensor:
-        return torch.full(spec.shape, _limits(spec.dtype)[0], dtype=spec.dtype, device=spec.device)
+        return torch.full(spec.shape, limits(spec.dtype)[0], dtype=spec.dtype, device=spec.device)
 
     def highest(self, spec: torch.Tensor) -> torch.Tensor:
-        return torch.full(spec.shape, _limits(spec.dtype)[1], dtype=spec.dtype, device=spec.device)
+        return torch.full(spec.shape, limits(spec.dtype)[1], dtype=spec.dtype, device=spec.device)
 
     def add(self, carry: torch.Tensor, value: torch.Tensor, weight: float | None) -> torch.Tensor:
         alpha = 1 if weight is None else weight
@@ -431,7 +431,8 @@ def _as_number(result: torch.Tensor, number: type) -> Any:
     return result if is_transformed(result) else number(result.item())
 
 
-def _limits(dtype: torch.dtype) -> tuple[Any, Any]:
+def limits(dtype: torch.dtype) -> tuple[Any, Any]:
+    """The lowest and the highest value of a real dtype."""
     if dtype.is_floating_point:
         return -torch.inf, torch.inf
     if dtype is torch.bool:

@@ -1,39 +1,24 @@
-"""Per-example functions on a batch that does not fit: a `vmap` in microbatches, and gradients made with it."""
+"""A `vmap` on a batch that does not fit: examples are mapped a microbatch at a time, and their outputs combined."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from microbatch._accumulation import AccumulationType, Accumulator, Carry
-from microbatch._checks import as_argnums, check_choice, name_of, signature_of
+from microbatch._accumulation import EXTREMES, MEANS, AccumulationType, Accumulator, Carry
+from microbatch._checks import check_choice, name_of, signature_of
 from microbatch._errors import AccumulatorError, BatchError, MicrobatchError
 from microbatch._outputs import assemble, canonical, parts_of
 from microbatch._splitting import Order, Remainder
 from microbatch._trees import leaves_with_paths, map_leaves, map_prefix
-from microbatch.torch._accumulators import as_tensor, carry_dtype
-from microbatch.torch._captured import Member, installed
+from microbatch.torch._accumulators import as_tensor, carry_dtype, limits
 from microbatch.torch._differentiate import Differentiate
 from microbatch.torch._microbatch import Settings, checked, run
 
 Engine = Literal["vmap", "loop"]
 CONCAT, SUM, LAST = AccumulationType.CONCAT, AccumulationType.SUM, AccumulationType.LAST
-
-
-class Aux(NamedTuple):
-    """What `micro_grad` returns beside the gradients, per example.
-
-    Attributes:
-      values: the function's values ``[B]``.
-      metrics: `metrics_fn` of each example's gradient ``[B, ...]``.
-      aux: the function's auxiliary output ``[B, ...]``; None without `has_aux`.
-    """
-
-    values: Any
-    metrics: Any
-    aux: Any
 
 
 def micro_vmap(
@@ -92,190 +77,33 @@ def micro_vmap(
     [0, 1, 4, 9]
     """
     where = f"micro_vmap({name_of(fun)})"
-    spec = _Spec(
+    spec = example_map(
         where,
-        in_dims,
-        out_dims,
-        weight_fn,
-        check_choice(where, "randomness", randomness, ("different", "same", "error")),
-        check_choice(where, "engine", engine, ("vmap", "loop")),
-        canonical(where, accumulator),
-        {
-            "microbatch_size": microbatch_size,
-            "num_microbatches": num_microbatches,
-            "limit": num_real_microbatches,
-            "order": order,
-            "remainder": remainder,
-            "accumulator_dtype": accumulator_dtype,
-            "rng": rng,
-            "differentiate": differentiate,
-        },
+        in_dims=in_dims,
+        out_dims=out_dims,
+        weight_fn=weight_fn,
+        accumulator=canonical(where, accumulator),
+        randomness=randomness,
+        engine=engine,
+        microbatch_size=microbatch_size,
+        num_microbatches=num_microbatches,
+        limit=num_real_microbatches,
+        order=order,
+        remainder=remainder,
+        accumulator_dtype=accumulator_dtype,
+        rng=rng,
+        differentiate=differentiate,
     )
-    _check(spec)
 
     @functools.wraps(fun, updated=())
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return _run(spec, fun, fun, args, kwargs)
+        return run_example_map(spec, fun, fun, args, kwargs)
 
     return mapped
 
 
-def micro_grad(
-    fun: Callable[..., Any],
-    has_aux: bool = False,
-    argnums: int | Sequence[int] = 0,
-    *,
-    batch_argnums: int | Sequence[int] = 1,
-    keep_batch_dim: bool = True,
-    microbatch_size: int | None = None,
-    accumulator: Any = SUM,
-    transform_fn: Callable[[Any], Any] = lambda gradients: gradients,
-    metrics_fn: Callable[[Any], Any] = lambda gradients: None,
-    num_real_microbatches: int | torch.Tensor | None = None,
-    num_microbatches: int | None = None,
-    order: Order = "contiguous",
-    remainder: Remainder = "error",
-    weight_fn: Callable[..., Any] | None = None,
-    accumulator_dtype: torch.dtype | None = None,
-    rng: Any = "replay",
-    randomness: str = "different",
-    differentiate: Differentiate = "auto",
-    engine: Engine = "vmap",
-) -> Callable[..., Any]:
-    """Per-example gradients: each transformed, then combined; those of one microbatch exist at a time.
-
-    Equivalent to::
-
-        grads, values = zip(*[grad_and_value(fun, argnums)(params, example) for example in batch])
-        combine([transform_fn(g) for g in grads]), Aux(values, [metrics_fn(g) for g in grads], aux)
-
-    Args:
-      fun: a loss, called with one example; with `keep_batch_dim` as a batch of one ``[1, ...]``.
-      has_aux: whether `fun` returns ``(loss, aux)``.
-      argnums: what to differentiate: trees of tensors, or modules, whose gradients are dicts by parameter name.
-      batch_argnums: which positional arguments hold examples along dimension 0. Keyword arguments do, too.
-      keep_batch_dim: whether `fun` expects a batch dimension; keyword arguments never get one.
-      microbatch_size: examples in a microbatch; None takes all at once.
-      accumulator: how the transformed gradients combine, a tree that is a prefix of them.
-      transform_fn: maps one example's gradient to a tree. `global_norm` is an accurate norm for clipping.
-      metrics_fn: maps one example's gradient to a tree that is returned per example.
-      num_real_microbatches: see `microbatch`.
-      num_microbatches: see `microbatch`.
-      order: see `microbatch`.
-      remainder: see `microbatch`.
-      weight_fn: maps the arguments of `fun` to one example's weight, see `micro_vmap`.
-      accumulator_dtype: see `microbatch`.
-      rng: see `microbatch`.
-      randomness: see `micro_vmap`.
-      differentiate: see `microbatch`.
-      engine: see `micro_vmap`.
-
-    Returns:
-      A function of the same arguments that returns ``(gradients, Aux(values, metrics, aux))``.
-
-    Raises:
-      MicrobatchError: `fun` cannot be mapped; the message names the submodule and offers ``engine="loop"``.
-
-    The gradient of ½(w·x − y)² at w = 0, x = 1 is −y; its mean, the mean of its square, and its norm:
-
-    >>> def loss(params, features, targets):
-    ...     return 0.5 * ((features @ params - targets) ** 2).mean()
-    >>> (mean, square), aux = micro_grad(
-    ...     loss,
-    ...     batch_argnums=(1, 2),
-    ...     accumulator=AccumulationType.MEAN,
-    ...     transform_fn=lambda g: (g, g**2),
-    ...     metrics_fn=global_norm,
-    ... )(torch.zeros(1), torch.ones(4, 1), torch.tensor([0.0, 2.0, 4.0, 6.0]))
-    >>> mean.tolist(), square.tolist(), aux.values.tolist(), aux.metrics.tolist()
-    ([-3.0], [14.0], [0.0, 2.0, 8.0, 18.0], [0.0, 2.0, 4.0, 6.0])
-    """
-    where = f"micro_grad({name_of(fun)})"
-    batch = as_argnums(where, batch_argnums)
-    if not batch or min(batch) < 0:
-        raise BatchError(
-            f"{where}: batch_argnums={batch_argnums!r} names no positional argument.\n"
-            "Give one or more numbers from 0."
-        )
-    single = not isinstance(argnums, Sequence)
-    wanted = as_argnums(where, argnums)
-    spec = _Spec(
-        where,
-        0,
-        0,
-        None,
-        check_choice(where, "randomness", randomness, ("different", "same", "error")),
-        check_choice(where, "engine", engine, ("vmap", "loop")),
-        (canonical(where, accumulator), CONCAT),
-        {
-            "microbatch_size": microbatch_size,
-            "num_microbatches": num_microbatches,
-            "limit": num_real_microbatches,
-            "order": order,
-            "remainder": remainder,
-            "accumulator_dtype": accumulator_dtype,
-            "rng": rng,
-            "differentiate": differentiate,
-        },
-    )
-    _check(spec)
-    gradient_fn = _by_transformation if engine == "vmap" else _by_autograd
-
-    def as_batch_of_one(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not keep_batch_dim:
-            return args
-        one = lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, torch.Tensor) else leaf
-        return tuple(map_leaves(one, a) if i in batch else a for i, a in enumerate(args))
-
-    @functools.wraps(fun, updated=())
-    def gradients_of(*args: Any, **kwargs: Any) -> tuple[Any, Aux]:
-        modules = {i: args[i] for i in wanted if isinstance(args[i], nn.Module)}
-        given = tuple(_trainable(modules[i]) if i in modules else a for i, a in enumerate(args))
-
-        def of_example(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            members = [m for i, module in modules.items() for m in _members(module, args[i])]
-            args = tuple(modules.get(i, a) for i, a in enumerate(as_batch_of_one(args)))
-            with installed(members):
-                output = fun(*args, **kwargs)
-            return output if has_aux else (output, None)
-
-        def example_gradient(*args: Any, **kwargs: Any) -> Any:
-            found, (value, aux) = gradient_fn(of_example, wanted, args, kwargs)
-            found = found[0] if single else found
-            return transform_fn(found), Aux(value, metrics_fn(found), aux)
-
-        def example_weight(*args: Any, **kwargs: Any) -> Any:
-            args = as_batch_of_one(args)
-            return weight_fn(*(modules.get(i, a) for i, a in enumerate(args)), **kwargs)
-
-        dims = tuple(0 if i in batch else None for i in range(len(args)))
-        weighted = None if weight_fn is None else example_weight
-        mine = spec._replace(in_dims=dims, weight_fn=weighted)
-        return _run(mine, example_gradient, fun, given, kwargs)
-
-    return gradients_of
-
-
-def global_norm(tree: Any) -> torch.Tensor:
-    """The Euclidean norm over all entries of a tree of tensors, accurate enough to decide a clipping.
-
-    A sum of squares, in float32 or wider: on a CPU, `torch.linalg.vector_norm` of two million float32 entries was seen
-    3e-5 too low, this one 2e-8 off.
-
-    >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}).item()
-    5.0
-    """
-    squares = []
-    for _, leaf in leaves_with_paths(tree):
-        leaf = leaf.to(carry_dtype(leaf.dtype, None))
-        squares.append(
-            (leaf * leaf.conj()).real.sum() if leaf.is_complex() else leaf.square().sum()
-        )
-    return torch.stack(squares).sum().sqrt()
-
-
-class _Spec(NamedTuple):
-    """A per-example transformation: what `micro_vmap` was asked for."""
+class ExampleMap(NamedTuple):
+    """What `micro_vmap` was asked for; `options` are those of `microbatch`."""
 
     where: str
     in_dims: Any
@@ -287,7 +115,26 @@ class _Spec(NamedTuple):
     options: dict[str, Any]
 
 
-def _check(spec: _Spec) -> None:
+def example_map(
+    where: str,
+    *,
+    accumulator: Any,
+    randomness: str,
+    engine: Engine,
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    weight_fn: Callable[..., Any] | None = None,
+    **options: Any,
+) -> ExampleMap:
+    """The arguments of `micro_vmap`, checked; `accumulator` is canonical."""
+    check_choice(where, "randomness", randomness, ("different", "same", "error"))
+    check_choice(where, "engine", engine, ("vmap", "loop"))
+    spec = ExampleMap(where, in_dims, out_dims, weight_fn, randomness, engine, accumulator, options)
+    _check_accumulators(spec)
+    return spec
+
+
+def _check_accumulators(spec: ExampleMap) -> None:
     entries = [entry for _, entry in leaves_with_paths(spec.accumulator)]
     moved = any(dim != 0 for _, dim in leaves_with_paths(spec.out_dims))
     if moved and any(entry is not CONCAT for entry in entries):
@@ -308,14 +155,22 @@ def _check(spec: _Spec) -> None:
             )
 
 
-def _run(
-    spec: _Spec,
+def run_example_map(
+    spec: ExampleMap,
     fun: Callable[..., Any],
     subject: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """One call: examples to microbatches' outputs, and those to the batch's by `microbatch`."""
+    """One call: examples to microbatches' outputs, and those to the batch's by `microbatch`.
+
+    Args:
+      spec: how.
+      fun: the function of one example.
+      subject: what the user knows of `fun`.
+      args: its arguments, with all examples.
+      kwargs: its keyword arguments, with all examples.
+    """
     dims = _dims_per_argument(spec, args)
     weight_fn = spec.weight_fn
     map_examples = _in_vmap if spec.engine == "vmap" else _in_loop
@@ -331,12 +186,27 @@ def _run(
     def microbatch_weight(*args: Any, **kwargs: Any) -> Any:
         return weights_of(args, kwargs).sum()
 
+    dtypes: list[torch.dtype | None] = []
+
     def reduced(*args: Any, **kwargs: Any) -> Any:
         output = map_examples(spec, fun, dims, args, kwargs)
         weights = weights_of(args, kwargs)
         parts = parts_of(spec.where, spec.accumulator, output)
-        values = [_reduce(part.accumulator, part.value, weights) for part in parts]
+        dtypes[:] = [getattr(part.value, "dtype", None) for part in parts]
+        values = [
+            _reduce(part.accumulator, part.value, weights, spec.options["accumulator_dtype"])
+            for part in parts
+        ]
         return assemble(spec.accumulator, output, values)
+
+    def narrowed(result: Any) -> Any:
+        """The result in the dtypes of the examples' outputs; until here it was held as sums are."""
+        parts = parts_of(spec.where, spec.accumulator, result)
+        values = [
+            part.value.to(dtype) if isinstance(part.accumulator, AccumulationType) else part.value
+            for part, dtype in zip(parts, dtypes, strict=True)
+        ]
+        return assemble(spec.accumulator, result, values)
 
     mapped = [i for i, dim in enumerate(dims) if any(d is not None for d in _entries(dim))]
     size = spec.options["microbatch_size"]
@@ -355,23 +225,30 @@ def _run(
             **(spec.options | ({"num_microbatches": 1} if whole else {})),
         )
     )
-    result = run(reduced, settings, args, kwargs, subject)
+    result = narrowed(run(reduced, settings, args, kwargs, subject))
     return map_prefix(
         lambda dim, leaf: leaf.movedim(0, dim) if dim else leaf, spec.out_dims, result
     )
 
 
-def _reduce(kind: Any, value: Any, weights: torch.Tensor | None) -> Any:
-    """The outputs of a microbatch's examples ``[m, ...]`` as one output; weight 0 is out by selection."""
+def _reduce(
+    kind: Any, value: Any, weights: torch.Tensor | None, accumulator_dtype: torch.dtype | None
+) -> Any:
+    """The outputs of a microbatch's examples ``[m, ...]`` as one output; weight 0 is out by selection.
+
+    Sums and means are in the dtype in which microbatches are accumulated, so that nothing is rounded in between.
+    """
     if isinstance(kind, Accumulator):
         if weights is not None:
             value = map_leaves(lambda leaf: leaf[weights != 0], value)
         return kind.aggregate(value)
+    if not _can_reduce(kind, value.dtype):
+        return value[0]  # `microbatch` refuses it, with the leaf's path.
     if weights is not None:
         real = (weights != 0).reshape(-1, *(1,) * (value.ndim - 1))
         if kind is LAST:
             return value[weights.nonzero()[-1, 0]] if real.any() else value[-1]
-        value = torch.where(real, value, _neutral(kind, value.dtype))
+        value = torch.where(real, value, _neutral(kind, value))
     if kind is CONCAT:
         return value
     if kind is LAST:
@@ -380,29 +257,34 @@ def _reduce(kind: Any, value: Any, weights: torch.Tensor | None) -> Any:
         return value.amax(0)
     if kind is AccumulationType.MIN:
         return value.amin(0)
-    wide = carry_dtype(value.dtype, None)
+    wide = carry_dtype(value.dtype, accumulator_dtype)
     if kind is SUM:
-        return value.sum(0, dtype=wide).to(value.dtype)
-    if not (value.dtype.is_floating_point or value.dtype.is_complex):
-        return value[0]  # `microbatch` refuses the mean of integers, with the leaf's path.
+        return value.sum(0, dtype=wide)
     if weights is None:
-        return value.mean(0, dtype=wide).to(value.dtype)
+        return value.mean(0, dtype=wide)
     total = weights.sum()
     share = (weights / torch.where(total == 0, 1, total)).to(wide)
-    return torch.tensordot(share, value.to(wide), dims=([0], [0])).to(value.dtype)
+    return torch.tensordot(share, value.to(wide), dims=([0], [0]))
 
 
-def _neutral(kind: AccumulationType, dtype: torch.dtype) -> Any:
-    if kind not in (AccumulationType.MAX, AccumulationType.MIN):
-        return torch.zeros((), dtype=dtype)
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    lowest = -torch.inf if dtype.is_floating_point else limits.min
-    highest = torch.inf if dtype.is_floating_point else limits.max
-    return torch.tensor(lowest if kind is AccumulationType.MAX else highest, dtype=dtype)
+def _can_reduce(kind: AccumulationType, dtype: torch.dtype) -> bool:
+    if kind in MEANS:
+        return dtype.is_floating_point or dtype.is_complex
+    return kind not in EXTREMES or not dtype.is_complex
+
+
+def _neutral(kind: AccumulationType, like: torch.Tensor) -> torch.Tensor:
+    """What changes no reduction of `kind`."""
+    lowest, highest = limits(like.dtype) if kind in EXTREMES else (0, 0)
+    return like.new_full((), lowest if kind is AccumulationType.MAX else highest)
 
 
 def _in_vmap(
-    spec: _Spec, fun: Callable[..., Any], dims: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    spec: ExampleMap,
+    fun: Callable[..., Any],
+    dims: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     templates: list[Any] = []
 
@@ -428,7 +310,11 @@ def _in_vmap(
 
 
 def _in_loop(
-    spec: _Spec, fun: Callable[..., Any], dims: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    spec: ExampleMap,
+    fun: Callable[..., Any],
+    dims: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     leaves = [
         (leaf, dim)
@@ -456,62 +342,6 @@ def _in_loop(
     return map_leaves(lambda *rows: torch.stack(rows), *outputs)
 
 
-def _by_transformation(
-    fun: Callable[..., Any], argnums: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    templates: list[Any] = []
-
-    def bundled(*args: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        value, aux = fun(*args, **kwargs)
-        templates[:] = [map_leaves(lambda _: 0, aux)]
-        return value, [as_tensor(leaf) for _, leaf in leaves_with_paths(aux)]
-
-    gradients, (value, leaves) = torch.func.grad_and_value(bundled, argnums, has_aux=True)(*args)
-    remaining = iter(leaves)
-    return gradients, (value, map_leaves(lambda _: next(remaining), templates[0]))
-
-
-def _by_autograd(
-    fun: Callable[..., Any], argnums: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Gradients for functions that `torch.func` cannot transform."""
-    wanted = {i: [leaf for _, leaf in leaves_with_paths(args[i])] for i in argnums}
-    follows = torch.is_grad_enabled() and any(t.requires_grad for ts in wanted.values() for t in ts)
-    with torch.enable_grad():
-        own = {
-            i: map_leaves(
-                lambda t: t if follows and t.requires_grad else t.detach().requires_grad_(), args[i]
-            )
-            for i in argnums
-        }
-        value, aux = fun(*(own.get(i, a) for i, a in enumerate(args)), **kwargs)
-        leaves = [leaf for i in argnums for _, leaf in leaves_with_paths(own[i])]
-        found = torch.autograd.grad(
-            value, leaves, create_graph=follows, allow_unused=True, materialize_grads=True
-        )
-    remaining = iter(found)
-    gradients = tuple(map_leaves(lambda _: next(remaining), own[i]) for i in argnums)
-    if follows:
-        return gradients, (value, aux)
-    detached = lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-    return gradients, map_leaves(detached, (value, aux))
-
-
-def _trainable(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _members(module: nn.Module, parameters: dict[str, torch.Tensor]) -> list[Member]:
-    """Where each parameter is in the module, a tied one at several places."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [
-        Member(child, name, parameters[names[id(parameter)]])
-        for child in module.modules()
-        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
-        if names[id(parameter)] in parameters
-    ]
-
-
 def _culprit(error: BaseException) -> str:
     """The innermost module of the user's that was running when the error was raised."""
     found = None
@@ -524,7 +354,7 @@ def _culprit(error: BaseException) -> str:
     return "the function" if found is None else f"its {type(found).__name__}"
 
 
-def _dims_per_argument(spec: _Spec, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _dims_per_argument(spec: ExampleMap, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(spec.in_dims, tuple | list):
         return (spec.in_dims,) * len(args)
     if len(spec.in_dims) > len(args):
