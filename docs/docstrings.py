@@ -61,6 +61,8 @@ def _table(rule, parts):
         if cells[0]:
             rows.append(cells)
         else:  # the row above goes on
-            rows[-1] = [f"{above} {cell}".strip() for above, cell in zip(rows[-1], cells)]
+            rows[-1] = [
+                f"{above} {cell}".strip() for above, cell in zip(rows[-1], cells)
+            ]
     render = lambda cells: "| " + " | ".join(cells) + " |"
     return [render(head), render(["---"] * len(head)), *map(render, rows), ""]

@@ -9,10 +9,13 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = ("microbatch", "microbatch.jax", "microbatch.torch", "microbatch.numpy")
-NOT_MEASURED = (
-    "# Measured\n\nNothing yet: `make bench` writes `benchmarks/RESULTS.md`, which is shown here.\n"
+PUBLIC = (
+    "microbatch",
+    "microbatch.jax",
+    "microbatch.torch",
+    "microbatch.numpy",
 )
+NOT_MEASURED = "# Measured\n\nNothing yet: `make bench` writes `benchmarks/RESULTS.md`, which is shown here.\n"
 
 
 def on_files(files, config):
@@ -23,14 +26,14 @@ def on_files(files, config):
     figure = results.with_name("results.svg")
     if figure.exists():
         files.append(File.generated(config, "results.svg", abs_src_path=str(figure)))
-    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())
     files.append(File.generated(config, "notebook.md", content=notebook_page(notebook)))
     return files
 
 
 def notebook_page(notebook):
     """A notebook as Markdown: text as it is, code in blocks, what it shows below."""
-    parts = []
+    parts = ["[Download this notebook](notebook.ipynb){ download }"]
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
@@ -55,7 +58,9 @@ def shown(output):
 
 def on_post_build(config):
     """Fails where a public name is on no page: it has no docstring, or the page of its module does not list it."""
-    pages = "".join(path.read_text() for path in Path(config.site_dir, "api").rglob("*.html"))
+    pages = "".join(
+        path.read_text() for path in Path(config.site_dir, "api").rglob("*.html")
+    )
     missing = [
         f"{place}.{name}"
         for place in PUBLIC

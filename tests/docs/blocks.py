@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 _TAB = re.compile(r'^=== "(.+)"$')
-_FENCE = re.compile(r"^ *```(\w*)$")
+# Another file that is shown in a page, as ```{ .python }, is tested where it lies, and not formatted here.
+_FENCE = re.compile(r"^ *```(\w*|\{.*\})$")
 _PROMISE = re.compile(r"^print\(.*\)  # (.+)$")
 
 
@@ -64,4 +65,4 @@ def outputs(page: str) -> dict[int, str]:
 
 def alike(text: str) -> str:
     """What is compared of a printed table: not its digits, which a compiler's version changes, nor its spaces."""
-    return " ".join(re.sub(r"~|\d[\d.,e+-]*", "#", text).replace("#", " # ").split())
+    return " ".join(re.sub(r"~?\d[\d.,e+-]*( [KMG]iB)?", " # ", text).split())

@@ -11,7 +11,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
+NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 
 
 def shown(cells):
