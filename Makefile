@@ -35,7 +35,8 @@ bench: $(DEV_READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 docs: $(DOCS_READY)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'Wrote site/index.html'
 
 clean:
 	rm -rf $(VENV) site report.html .pytest_cache .ruff_cache

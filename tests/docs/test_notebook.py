@@ -7,7 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
+import nbclient
+import nbformat
 
 from tests.docs.blocks import ROOT
 
@@ -24,9 +25,6 @@ def shown(cells):
 
 
 def test_it_runs_and_shows_what_is_kept(monkeypatch):
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
     monkeypatch.delenv("MPLBACKEND", raising=False)  # a notebook draws into itself
     monkeypatch.setenv("XLA_FLAGS", "")
     kept = json.loads(NOTEBOOK.read_text())["cells"]
