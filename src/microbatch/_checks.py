@@ -4,6 +4,7 @@ Every function takes `where`, the words that open the message: ``"microbatch(los
 """
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -60,6 +61,16 @@ def check_size(where: str, name: str, value: Any) -> int:
     if size < 1:
         raise MicrobatchSizeError(f"{where}: {name}={size} is not positive.\nUse 1 or more.")
     return size
+
+
+def check_weight(where: str, weight: float, index: int) -> float:
+    """`weight`, which `weight_fn` returned for microbatch `index`, if it is finite and not negative."""
+    if not (math.isfinite(weight) and weight >= 0):
+        raise MicrobatchError(
+            f"{where}: weight_fn returned {weight!r} for microbatch {index}.\n"
+            "Return a finite number that is not negative: rows, valid tokens."
+        )
+    return weight
 
 
 def check_choice(where: str, name: str, value: Any, choices: Sequence[Any]) -> Any:

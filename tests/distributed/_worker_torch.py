@@ -355,6 +355,20 @@ def weights_that_cannot_be_are_refused_on_all(rank):
 
 
 @check
+def weights_that_are_no_numbers_are_refused_on_all(rank):
+    x, labels = rows_of(rank, 4)
+    ddp = DDP(fresh())
+    for bad in (torch.ones(2), "three", None):
+        kind = microbatch.MicrobatchError if rank else microbatch.DistributedError
+        with raises(kind, "weight_fn returned a" if rank else "another process refused"):
+            mb.backward(
+                functools.partial(token_loss, ddp), x, labels, microbatch_size=2,
+                weight_fn=lambda x, labels: bad if rank else torch.tensor(1.0),
+            )  # fmt: skip
+    assert all(p.grad is None for p in ddp.parameters())
+
+
+@check
 def auto_agrees_on_one_size(rank):
     batches = [rows_of(r, 32) for r in range(2)]
     _, grads = one_process(token_loss, batches)

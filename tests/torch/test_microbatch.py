@@ -11,10 +11,11 @@ from microbatch import (
     Accumulator,
     AccumulatorError,
     BatchError,
+    MicrobatchError,
     MicrobatchSizeError,
     RowMixingError,
 )
-from microbatch.torch import AccumulationType, Carry, microbatch, reshape_batch_axis
+from microbatch.torch import AccumulationType, Carry, accumulate, microbatch, reshape_batch_axis
 from microbatch.torch._tracking import TensorBytes
 
 MEAN, SUM, RUNNING_MEAN, CONCAT, MAX, MIN, LAST = AccumulationType
@@ -283,3 +284,31 @@ def test_a_compiled_caller_runs_the_loop_in_python():
     inner = lambda x: (x @ weight).tanh().sum()
     caller = torch.compile(lambda x: microbatch(inner, 0, 2)(x) * 2, backend="eager")
     torch.testing.assert_close(caller(x), 2 * inner(x))
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (float("nan"), "weight_fn returned nan for microbatch 0"),
+        (torch.tensor(-1), r"weight_fn returned -1(\.0)? for microbatch 0"),
+        (torch.ones(3), r"weight_fn returned a Tensor of shape \(3,\)"),
+        (None, "weight_fn returned a NoneType"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(weight, words):
+    x = torch.arange(4.0)
+    with pytest.raises(MicrobatchError, match=words):
+        microbatch(lambda x: x.mean(), 0, 2, MEAN, weight_fn=lambda x: weight)(x)
+    with pytest.raises(MicrobatchError, match=words):
+        accumulate(lambda x: x.mean(), MEAN, weight_fn=lambda x: weight)(microbatches=[(x,)])
+
+
+def test_large_integer_weights_keep_all_their_digits():
+    weights = torch.tensor([2**30 + 1, 1.0 / 3], dtype=torch.float64)
+    given = lambda x: (weights[:1].long() if x[0] == 0 else weights[1:].float()).sum()
+    seen = []
+    add = Accumulator(
+        lambda spec: 0, lambda c, x, i, weight: seen.append(weight) or c, lambda c: torch.tensor(0)
+    )
+    microbatch(lambda x: x.sum(), 0, 1, add, weight_fn=given)(torch.arange(2.0))
+    assert seen[0] == 2**30 + 1

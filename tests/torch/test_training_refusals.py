@@ -118,8 +118,8 @@ def test_reductions_and_weights_that_do_not_fit():
         '"sum" has no weights': {"reduction": "sum", "weight_fn": len},
         "weight_fn=3 is not a function": {"weight_fn": 3},
         r"of shape \(2,\)": {"weight_fn": lambda x: x},
-        "gave -1.0 for microbatch 0": {"weight_fn": lambda x: -1},
-        "gave nan for microbatch 1": {"weight_fn": lambda x: float("nan") if x[0] > 0 else 1},
+        "returned -1.0 for microbatch 0": {"weight_fn": lambda x: -1},
+        "returned nan for microbatch 1": {"weight_fn": lambda x: float("nan") if x[0] > 0 else 1},
         "a single loss, but reduction and weight_fn name 'a'": {"reduction": {"a": "mean"}},
         "which reduction lacks": {"reduction": {"a": "mean"}, "weight_fn": {"b": len}},
     }.items():

@@ -1,7 +1,6 @@
 """`microbatch` on NumPy arrays: a Python loop over views of the batch."""
 
 import functools
-import math
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from microbatch._checks import (
     check_choice,
     check_declared,
     check_size,
+    check_weight,
     locate,
     name_of,
     per_argument,
@@ -307,13 +307,7 @@ def checked_weight(where: str, weight: Any, index: int) -> int | float:
             f"{where}: weight_fn returned shape {array.shape} of dtype {array.dtype}.\n"
             "Return one number per microbatch, for example mask.sum()."
         )
-    number = array.item()
-    if not math.isfinite(number) or number < 0:
-        raise MicrobatchError(
-            f"{where}: weight_fn returned {number!r} for microbatch {index}.\n"
-            "Return a finite number that is not negative."
-        )
-    return number
+    return check_weight(where, array.item(), index)
 
 
 def checked_dtype(where: str, dtype: Any) -> np.dtype | None:

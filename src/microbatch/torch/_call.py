@@ -12,11 +12,12 @@ from torch._subclasses.fake_tensor import (
 
 from microbatch._accumulation import AccumulationType, Carry
 from microbatch._checks import Leaf, Slot, batch_size_of
-from microbatch._errors import AccumulatorError, BatchError, MicrobatchError
+from microbatch._errors import AccumulatorError, MicrobatchError
 from microbatch._outputs import Part
 from microbatch._trees import leaves_with_paths, map_leaves, map_prefix
 from microbatch.torch._accumulators import FoldOptions, Layout, refuse_extremes, take
 from microbatch.torch._autocast import Autocast, fresh_casts, restored
+from microbatch.torch._batch import refuse_uncuttable
 from microbatch.torch._captured import (
     Member,
     captured_tensors,
@@ -27,8 +28,9 @@ from microbatch.torch._captured import (
 )
 from microbatch.torch._discovery import Found, discover
 from microbatch.torch._internals import is_transformed, transforms_active
-from microbatch.torch._program import Output, Place, Program, Schedule, output_of
+from microbatch.torch._program import Output, Place, Program, output_of
 from microbatch.torch._randomness import Randomness
+from microbatch.torch._schedule import Schedule
 
 
 class Rows(NamedTuple):
@@ -87,14 +89,10 @@ def arguments_of(
             axis = axes[number]
             if axis is None:
                 continue
+            refuse_uncuttable(where, path, leaf)
             if isinstance(leaf, torch.Tensor):
                 leaves.append(Leaf(path, tuple(leaf.shape), axis))
                 rows.append(Rows(slot.key, number, axis % max(leaf.ndim, 1)))
-            elif getattr(leaf, "shape", ()) != () and hasattr(leaf, "__array__"):
-                raise BatchError(
-                    f"{where}: {path} is a {type(leaf).__name__} of shape {tuple(leaf.shape)}, not a tensor.\n"
-                    "Convert it, for example with torch.as_tensor."
-                )
     batch_size, subject = batch_size_of(where, leaves, option="in_dims")
     return Arguments(args, kwargs, tuple(rows), batch_size, f"{where}: {subject}")
 
@@ -151,6 +149,8 @@ class Call:
         self._first_rows = schedule.split.microbatch_size
         self.watch_states: Callable[[list[Any]], None] = lambda states: None
         """Called with the states of a microbatch, before they are cut from their graph."""
+        self._evaluated: set[int] = set()
+        self._changed: str | None = None
 
     def found(self) -> Found:
         """The modules that the function and its arguments hold."""
@@ -168,6 +168,16 @@ class Call:
         """Finds the flat inputs: rows, arguments and captured tensors that matter, parameters of modules."""
         axes = {(rows.key, rows.leaf): rows.axis for rows in self._arguments.rows}
         named = [*enumerate(self._arguments.args), *self._arguments.kwargs.items()]
+        self._tensors = [
+            (path, leaf)
+            for key, value in named
+            for path, leaf in leaves_with_paths(
+                value, f"args[{key}]" if isinstance(key, int) else key
+            )
+            if isinstance(leaf, torch.Tensor)
+            and not leaf.is_inference()
+            and not is_transformed(leaf)
+        ]
         inputs: list[Input] = []
         for key, value in named:
             for number, (_, leaf) in enumerate(leaves_with_paths(value)):
@@ -175,6 +185,7 @@ class Call:
                 if isinstance(leaf, torch.Tensor) and (axis is not None or matters(leaf)):
                     inputs.append(Input(leaf, axis, (key, number)))
         if found is not None:
+            self._randomness.add(self._generators(found))
             inputs += [Input(tensor) for tensor in captured_tensors(self._fun)]
             functional = transforms_active()
             reals: set[int] = set()
@@ -234,7 +245,15 @@ class Call:
 
     def evaluate(self, index: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One microbatch: the function on its leaves. A second time, what it drew is drawn again."""
+        if index in self._evaluated:
+            self.refuse_change_in_place()
+        self._evaluated.add(index)
+        # Reading a tensor's version needs no value, so nothing waits for a device.
+        before = [tensor._version for _, tensor in self._tensors]
         output = self.run_function(index, leaves)
+        for (path, tensor), version in zip(self._tensors, before, strict=True):
+            if tensor._version != version:
+                self._changed = path
         if self.layout is None:
             self.layout = Layout.of(self.where, self._accumulator, output)
             self._first_rows = self._schedule.split.size(index)
@@ -250,6 +269,24 @@ class Call:
                     "found from it.\nPass the tensor as an argument."
                 )
         return self._carry(index, values)
+
+    def refuse_change_in_place(self) -> None:
+        """Refuses to evaluate again what would now see other arguments."""
+        if self._changed is not None:
+            raise MicrobatchError(
+                f"{self.where}: the function changes {self._changed} in place, and its derivative evaluates it again, on "
+                "what it has changed.\n"
+                'Change a copy, return the new state (see Carry), or use differentiate="store".'
+            )
+
+    def _generators(self, found: Found) -> list[torch.Generator]:
+        """Generators of random numbers that the function, its arguments and its modules hold."""
+        held = [item for _, item in found.objects]
+        held += [
+            leaf for _, leaf in leaves_with_paths((self._arguments.args, self._arguments.kwargs))
+        ]
+        held += [value for _, module in found.modules.values() for value in vars(module).values()]
+        return [item for item in held if isinstance(item, torch.Generator)]
 
     def run_function(self, index: int, leaves: Sequence[torch.Tensor]) -> Any:
         """The function's own output for a microbatch, from its leaves."""

@@ -18,8 +18,9 @@ from microbatch.torch._discovery import Found
 from microbatch.torch._gradient_sums import GradientSums
 from microbatch.torch._guards import Guard
 from microbatch.torch._internals import Reached, transforms_active
-from microbatch.torch._program import Microbatched, Program, Schedule
+from microbatch.torch._program import Microbatched, Program
 from microbatch.torch._randomness import Randomness
+from microbatch.torch._schedule import Schedule
 
 Differentiate = Literal["auto", "in_forward", "recompute", "store"]
 DIFFERENTIATE = ("auto", "in_forward", "recompute", "store")
@@ -124,6 +125,8 @@ class _Probed:
         chosen = wanted == "in_forward" or (wanted == "auto" and scalars == 1)
         if scalars and chosen and obstacle is None:
             return self._call.result(self._in_forward(program))
+        if scalars:
+            self._call.refuse_change_in_place()
         values = self._values
         program.first.append([value.detach() for value in values])
         del values, self._values, self._sums

@@ -1,14 +1,16 @@
 """The one read of a call: weights of all microbatches, and what the processes tell one another before the first."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from microbatch._errors import DistributedError, MicrobatchError
+from microbatch._checks import check_weight
+from microbatch._errors import DistributedError
+from microbatch.torch._weights import merged, stacked, widest
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,6 @@ def read_weights(
     where: str,
     columns: Sequence[Sequence[Any]],
     num_microbatches: int,
-    check: Callable[[Sequence[Sequence[float]]], None],
     groups: Sequence[Any] = (),
     device: torch.device | None = None,
     failure: Exception | None = None,
@@ -34,29 +35,25 @@ def read_weights(
 
     Args:
       where: the words that open a message.
-      columns: weights by weight function and microbatch: numbers, or tensors of one element.
+      columns: weights by weight function and microbatch, as `as_weight` gives them.
       num_microbatches: of this process.
-      check: refuses weights that cannot be, of this process; the others then refuse their calls too.
       groups: process groups to sum over, one after another; empty for a single process.
       device: where the collective's tensor is.
       failure: what this process refused; every process of the groups then raises.
 
     Raises:
+      MicrobatchError: a weight that cannot be, of this process; the others then refuse their calls too.
       DistributedError: another process refused its call.
     """
-    flat = [_checked(where, weight) for column in columns for weight in column]
-    tensors = [weight for weight in flat if isinstance(weight, torch.Tensor)]
+    flat = [weight for column in columns for weight in column]
     # Numbers stay on the host; tensors, wherever they are, are read together.
-    host = [0.0 if isinstance(weight, torch.Tensor) else float(weight) for weight in flat]
-    home = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-    stacked = (
-        torch.stack([t.to(home, _wide(home)).reshape(()) for t in tensors]) if tensors else None
-    )
+    host = [0.0 if isinstance(weight, torch.Tensor) else weight for weight in flat]
+    tensors = stacked(flat)
     if not groups:
-        weights = _by_column(host, stacked.tolist() if stacked is not None else [], flat, columns)
-        check(weights)
+        weights = _by_column(merged(flat, [] if tensors is None else tensors.tolist()), columns)
+        _check(where, weights)
         return Totals(weights, tuple(map(sum, weights)), even=True)
-    device = device or home
+    device = device or (torch.device("cpu") if tensors is None else tensors.device)
     owner = [c for c, column in enumerate(columns) for _ in column]
     sums = [0.0] * len(columns)
     for column, number in zip(owner, host):
@@ -64,20 +61,20 @@ def read_weights(
     # The count and its square tell in one sum whether all counts are equal: n·Σc² = (Σc)² only then.
     refused = (failure is not None) + sum(not _possible(number) for number in host)
     head = [1.0, num_microbatches, num_microbatches**2, refused]
-    told = torch.tensor([*head, *sums], dtype=_wide(device)).to(device)
-    if stacked is not None:
-        stacked = stacked.to(device, _wide(device))
+    told = torch.tensor([*head, *sums], dtype=widest(device)).to(device)
+    if tensors is not None:
+        tensors = tensors.to(device, widest(device))
         columns_of = [c for c, w in zip(owner, flat) if isinstance(w, torch.Tensor)]
-        told.index_add_(0, torch.tensor(columns_of).to(device) + len(head), stacked)
-        told[3] += (~((stacked >= 0) & stacked.isfinite())).sum()
+        told.index_add_(0, torch.tensor(columns_of).to(device) + len(head), tensors)
+        told[3] += (~((tensors >= 0) & tensors.isfinite())).sum()
     for group in groups:
         dist.all_reduce(told, group=group)
-    numbers = torch.cat([told] if stacked is None else [told, stacked]).tolist()
+    numbers = torch.cat([told] if tensors is None else [told, tensors]).tolist()
     processes, count, squares, failed, *rest = numbers
     if failure is not None:
         raise failure
-    weights = _by_column(host, rest[len(columns) :], flat, columns)
-    check(weights)
+    weights = _by_column(merged(flat, rest[len(columns) :]), columns)
+    _check(where, weights)
     if failed:
         raise DistributedError(
             f"{where}: another process refused its call, so this one cannot run; its own error says why.\n"
@@ -103,33 +100,17 @@ def sum_over(
 
 
 def _by_column(
-    host: list[float], read: list[float], flat: Sequence[Any], columns: Sequence[Sequence[Any]]
+    weights: Sequence[float], columns: Sequence[Sequence[Any]]
 ) -> tuple[tuple[float, ...], ...]:
-    from_tensors = iter(read)
-    merged = iter(
-        next(from_tensors) if isinstance(weight, torch.Tensor) else number
-        for number, weight in zip(host, flat)
-    )
-    return tuple(tuple(next(merged) for _ in column) for column in columns)
+    remaining = iter(weights)
+    return tuple(tuple(next(remaining) for _ in column) for column in columns)
 
 
-def _checked(where: str, weight: Any) -> Any:
-    """A number, or a tensor of one element."""
-    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
-        return weight
-    try:
-        return float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        shape = f" of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else ""
-        raise MicrobatchError(
-            f"{where}: weight_fn gave a {type(weight).__name__}{shape}.\n"
-            "Give one number per microbatch, for example (labels != -100).sum()."
-        ) from None
+def _check(where: str, columns: Sequence[Sequence[float]]) -> None:
+    for weights in columns:
+        for index, weight in enumerate(weights):
+            check_weight(where, weight, index)
 
 
 def _possible(weight: float) -> bool:
     return math.isfinite(weight) and weight >= 0
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64

@@ -25,9 +25,9 @@ from microbatch._checks import (
 )
 from microbatch._errors import MicrobatchError, MicrobatchSizeError
 from microbatch._outputs import canonical
-from microbatch._splitting import Order, Remainder, Split, make_split
+from microbatch._splitting import Order, Remainder, make_split
 from microbatch._trees import leaves_with_paths, map_leaves
-from microbatch.torch._accumulators import FoldOptions, Step
+from microbatch.torch._accumulators import FoldOptions
 from microbatch.torch._batch import NOT_SPLIT, Batch
 from microbatch.torch._call import Arguments, arguments_of
 from microbatch.torch._differentiate import (
@@ -39,8 +39,8 @@ from microbatch.torch._differentiate import (
     refuse_row_mixing,
 )
 from microbatch.torch._memory import resolve_auto
-from microbatch.torch._program import Schedule
 from microbatch.torch._randomness import Randomness
+from microbatch.torch._schedule import schedule_of
 
 
 def microbatch(
@@ -293,7 +293,13 @@ def run(
         remainder=settings.remainder,
         subject=arguments.subject,
     )
-    schedule = _schedule(where, split, arguments, settings.weight_fn, settings.limit)
+    weight_fn = settings.weight_fn
+
+    def weight_of(index: int) -> Any:
+        its_args, its_kwargs = arguments.cut(split.rows(index))
+        return weight_fn(*its_args, **its_kwargs)
+
+    schedule = schedule_of(where, split, weight_of if weight_fn else None, settings.limit)
     options = FoldOptions(
         where,
         split,
@@ -317,69 +323,6 @@ def run(
         refuse_row_mixing(task)
         return alone(task, fun(*args, **kwargs))
     return evaluate(task)
-
-
-def _schedule(
-    where: str,
-    split: Split,
-    arguments: Arguments,
-    weight_fn: Callable[..., Any] | None,
-    limit: int | torch.Tensor | None,
-) -> Schedule:
-    """Which microbatches run, with which weights; all weights are read at once, before anything runs."""
-    count = split.num_microbatches
-    if limit is not None:
-        count = max(0, min(count, int(limit)))
-    indices = list(range(count))
-    weights: list[float | None]
-    if weight_fn is not None:
-        weights = _read_weights(where, weight_fn, arguments, split, indices)
-        total = sum(weights)
-        indices = [index for index, weight in zip(indices, weights) if weight != 0]
-        weights = [weight for weight in weights if weight != 0]
-    elif split.tail:
-        weights = [split.size(index) for index in indices]
-        total = split.batch_size
-    else:
-        weights = [None] * count
-        total = split.num_microbatches
-    steps: list[Step] = []
-    before = 0.0
-    for index, weight in zip(indices, weights, strict=True):
-        steps.append(Step(index, split.size(index), weight, before, first=not steps))
-        before += 1 if weight is None else weight
-    return Schedule(split, tuple(steps), total)
-
-
-def _read_weights(
-    where: str,
-    weight_fn: Callable[..., Any],
-    arguments: Arguments,
-    split: Split,
-    indices: list[int],
-) -> list[Any]:
-    found: list[Any] = []
-    with torch.no_grad():
-        for index in indices:
-            args, kwargs = arguments.cut(split.rows(index))
-            weight = weight_fn(*args, **kwargs)
-            if isinstance(weight, torch.Tensor) and weight.numel() != 1:
-                raise MicrobatchError(
-                    f"{where}: weight_fn gave a tensor of shape {tuple(weight.shape)}, not one number.\n"
-                    "Return the microbatch's total, for example mask.sum()."
-                )
-            found.append(weight)
-        tensors = [
-            weight.detach().reshape(()) for weight in found if isinstance(weight, torch.Tensor)
-        ]
-        try:
-            read = iter(torch.stack(tensors).tolist() if tensors else [])
-        except RuntimeError as error:
-            raise MicrobatchError(
-                f"{where}: the weights depend on an axis that torch.func.vmap maps over, so they cannot be read.\n"
-                "Compute them outside of vmap, or leave weight_fn out."
-            ) from error
-    return [next(read) if isinstance(weight, torch.Tensor) else weight for weight in found]
 
 
 def _resolved(settings: Settings, fun: Callable[..., Any], arguments: Arguments) -> Any:

@@ -18,7 +18,6 @@ from microbatch._outputs import Part
 from microbatch._splitting import Split
 from microbatch.torch._accumulators import (
     FoldOptions,
-    Step,
     concat_place,
     make_fold,
     row_counts,
@@ -27,6 +26,7 @@ from microbatch.torch._accumulators import (
 )
 from microbatch.torch._gradient_sums import GradientSums
 from microbatch.torch._internals import own_hooks_only, transforms_active
+from microbatch.torch._schedule import Schedule
 
 
 class Place(NamedTuple):
@@ -39,26 +39,6 @@ class Place(NamedTuple):
     def take(self, tensor: torch.Tensor, split: Split, index: int) -> torch.Tensor:
         """The rows of microbatch `index`, a view."""
         return take(tensor, self.axis, concat_place(split, index, self.full, self.tail))
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Which microbatches run, in order, and what their outputs are divided by."""
-
-    split: Split
-    steps: tuple[Step, ...]
-    total: float
-    """The weight that MEAN divides by."""
-
-    @property
-    def ran(self) -> float:
-        """The weight of the microbatches that run."""
-        return sum(1 if step.weight is None else step.weight for step in self.steps)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all microbatches run."""
-        return len(self.steps) == self.split.num_microbatches
 
 
 class Output(NamedTuple):

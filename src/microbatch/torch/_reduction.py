@@ -1,6 +1,5 @@
 """How the losses of microbatches make the loss of the batch: weights in, scales out; numbers only."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,20 +83,6 @@ def terms_of(where: str, reduction: Any, weight_fn: Any) -> Terms:
             weight_fns.append(weigh)
         terms[key] = Term(kind, weight_fns.index(weigh))
     return Terms(terms, tuple(weight_fns))
-
-
-def check_weights(
-    where: str, columns: Sequence[Sequence[float]], weight_fns: Sequence[Any]
-) -> None:
-    """Refuses weights that are not finite or negative, naming the microbatch."""
-    for weights, fn in zip(columns, weight_fns):
-        for index, weight in enumerate(weights):
-            if not (math.isfinite(weight) and weight >= 0):
-                raise MicrobatchError(
-                    f"{where}: weight_fn gave {weight} for microbatch {index}.\n"
-                    f"Weights are finite and not negative: rows, tokens; {getattr(fn, '__name__', 'weight_fn')} is "
-                    "called with loss_fn's arguments."
-                )
 
 
 def scale(term: Term, weight: float, total: float) -> float:

@@ -1,7 +1,6 @@
 """One training step over microbatches: find, check, weigh, then the loop."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +28,10 @@ from microbatch.torch._gradients import Restorer, WideSums
 from microbatch.torch._graph import connected_zero, reach_of
 from microbatch.torch._guards import Guard
 from microbatch.torch._out_of_memory import is_out_of_memory, out_of_memory
-from microbatch.torch._reduction import Terms, check_weights, scale, terms_of
+from microbatch.torch._reduction import Terms, scale, terms_of
 from microbatch.torch._sources import Options, Preparation, Source
 from microbatch.torch._transfer import moved
+from microbatch.torch._weights import as_weight
 
 
 @dataclass
@@ -42,6 +42,8 @@ class _Run:
     losses: dict[str | None, torch.Tensor] = field(default_factory=dict)
     dtypes: dict[str | None, torch.dtype] = field(default_factory=dict)
     auxes: list[Any] = field(default_factory=list)
+    hidden: bool = False
+    """Whether leaves are used that were not found before the call."""
 
 
 def step(
@@ -85,7 +87,19 @@ def step(
     check_counts(where, wrappers, source.count, totals.even)
     mode = syncs(where, wrappers, options.sync, totals.even)
     call = _Call(
-        where, loss_fn, source, terms, totals, options, found, guard, wrappers, mode, wide, inputs
+        where,
+        loss_fn,
+        given,
+        source,
+        terms,
+        totals,
+        options,
+        found,
+        guard,
+        wrappers,
+        mode,
+        wide,
+        inputs,
     )
     return call.run()
 
@@ -100,8 +114,7 @@ def _weigh(
     columns: list[list[Any]] = [[] for _ in terms.weight_fns]
 
     def read(count: int, failure: Exception | None = None) -> Totals:
-        check = functools.partial(check_weights, where, weight_fns=terms.weight_fns)
-        return read_weights(where, columns, count, check, groups, device, failure)
+        return read_weights(where, columns, count, groups, device, failure)
 
     try:
         guard.check_found()
@@ -109,7 +122,7 @@ def _weigh(
         if prepare.agrees and groups:
             read(0)
         source = prepare.cut(checked, groups[0] if len(groups) == 1 else None)
-        columns = _columns(terms, source)
+        columns = _columns(where, terms, source)
     except Exception as error:
         if not groups or isinstance(error, DistributedError):
             raise
@@ -119,7 +132,7 @@ def _weigh(
     return source, totals
 
 
-def _columns(terms: Terms, source: Source) -> list[list[Any]]:
+def _columns(where: str, terms: Terms, source: Source) -> list[list[Any]]:
     """The weights of every microbatch by weight function; none where no reduction uses them."""
     used = {term.column for term in terms.terms.values() if term.reduction != "sum"}
     with torch.no_grad():
@@ -127,7 +140,8 @@ def _columns(terms: Terms, source: Source) -> list[list[Any]]:
             []
             if column not in used
             else [
-                source.rows(i) if fn is None else fn(*source.args(i)) for i in range(source.count)
+                as_weight(where, source.rows(i) if fn is None else fn(*source.args(i)))
+                for i in range(source.count)
             ]
             for column, fn in enumerate(terms.weight_fns)
         ]
@@ -139,6 +153,7 @@ class _Call:
 
     where: str
     loss_fn: Callable[..., Any]
+    given: Any
     source: Source
     terms: Terms
     totals: Totals
@@ -155,6 +170,7 @@ class _Call:
         progress = _Run()
         restorer = Restorer(self.options.rollback)
         restorer.add(leaf for _, leaf in self.found.named_leaves())
+        restorer.add(_leaves_behind(self.given))
         try:
             self._loop(progress, restorer)
             losses = self._global_losses(progress)
@@ -193,12 +209,14 @@ class _Call:
                     self._check_closures(total, len(running))
                     if len(self.found.modules) > known:
                         restorer.add(leaf for _, leaf in self.found.named_leaves())
-                self._note_leaves(total, restorer, first=position == 0)
+                self._note_leaves(total, carried, restorer, progress, first=position == 0)
                 if is_last and earlier:
                     self._check_missing(total, earlier)
                 self._backward(total, carried)
                 carried.collect()
                 del args, total
+        if self.wide is not None:
+            self.wide.settle(carried.shared())
         carried.finish(self.inputs)
         if self.wide is not None:
             self.wide.finish()
@@ -261,8 +279,7 @@ class _Call:
         """The loss of a microbatch that has to take part and counts for nothing."""
         if not outputs:
             graphs = [loss for loss in losses.values() if loss.requires_grad]
-            leaves = {k: leaf for loss in graphs for k, leaf in reach_of(loss).leaves.items()}
-            outputs = list(leaves.values())
+            outputs = list(reach_of(*graphs).leaves.values())
         return connected_zero(outputs) if outputs else torch.zeros(())
 
     def _backward(self, total: torch.Tensor, carried: CarriedArguments) -> None:
@@ -274,20 +291,33 @@ class _Call:
             elif self.inputs is None:
                 total.backward()
             else:
-                total.backward(inputs=[*self.inputs, *carried.leaves()])
+                total.backward(inputs=[*self.inputs, *carried.pieces(), *carried.shared()])
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
             raise GraphError(_closure_words(self.where, "a tensor")) from error
 
-    def _note_leaves(self, total: torch.Tensor, restorer: Restorer, first: bool) -> None:
-        """Leaves that only the graph shows: for side buffers, and for the copies of a rollback."""
-        if self.wide is None and not (first and self.options.rollback):
+    def _note_leaves(
+        self,
+        total: torch.Tensor,
+        carried: CarriedArguments,
+        restorer: Restorer,
+        progress: _Run,
+        first: bool,
+    ) -> None:
+        """Leaves that only the graph shows: for hooks, for what a failure puts back, and for side buffers."""
+        if self.wide is None and not (first or progress.hidden):
             return
-        leaves = reach_of(total).leaves.values()
-        restorer.add(leaves)
+        leaves = reach_of(total).leaves
+        for piece in carried.pieces():
+            leaves.pop(id(piece), None)
+        shared = {id(leaf) for leaf in carried.shared()}
+        hidden = restorer.add(leaf for key, leaf in leaves.items() if key not in shared)
+        if hidden and not self.wrappers:
+            self.guard.check_leaves(hidden)
+        progress.hidden |= bool(hidden)
         if self.wide is not None:
-            self.wide.add(leaves)
+            self.wide.add(leaves.values())
 
     def _check_closures(self, total: torch.Tensor, count: int) -> None:
         suspects = self.found.graph_tensors() if count > 1 else []
@@ -377,6 +407,11 @@ def _closure_words(where: str, name: str) -> str:
 def _with_graph(output: Any) -> list[torch.Tensor]:
     leaves = [leaf for _, leaf in leaves_with_paths(output)]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _leaves_behind(given: Any) -> Iterable[torch.Tensor]:
+    """Leaves that get gradients through the arguments: they themselves, or those that they were computed from."""
+    return reach_of(*_with_graph(given)).leaves.values()
 
 
 def _state(parameter: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ from microbatch._checkpoint import (
     leaves_digest,
     leaves_words,
 )
-from microbatch._checks import name_of
+from microbatch._checks import check_weight, name_of
 from microbatch._errors import AccumulatorError, BatchError, EmptyStream, MicrobatchError
 from microbatch._outputs import canonical, check_can_weigh
 from microbatch._splitting import Split
@@ -33,6 +33,7 @@ from microbatch.torch._host_rows import HostRows, targets_of
 from microbatch.torch._internals import transforms_active
 from microbatch.torch._microbatch import check_dtype
 from microbatch.torch._randomness import sources
+from microbatch.torch._weights import as_weight
 
 
 def accumulate(
@@ -346,8 +347,9 @@ class _Stream:
     def _weight(self, microbatch: tuple[Any, ...], rows: int | None) -> Any:
         settings = self._settings
         if settings.weight_fn is not None:
-            weight = settings.weight_fn(*self._args, *microbatch)
-            return weight.item() if isinstance(weight, torch.Tensor) else weight
+            weight = as_weight(settings.where, settings.weight_fn(*self._args, *microbatch))
+            weight = weight.item() if isinstance(weight, torch.Tensor) else weight
+            return check_weight(settings.where, weight, self.position)
         if rows is not None:
             return rows
         if any(entry in MEANS for entry in _entries(settings.accumulator)):
