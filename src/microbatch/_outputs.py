@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from microbatch._accumulation import (
+    EXTREMES,
     MEANS,
     AccumulationType,
     Accumulator,
@@ -82,6 +83,17 @@ def check_can_average(
             f"{where}: {path} has dtype {dtype_name}; {kind.name} averages floating-point and complex "
             "values.\n"
             "Use SUM or LAST for it, or return it as a float."
+        )
+
+
+def check_has_order(
+    where: str, kind: AccumulationType, path: str, dtype_name: str, ordered: bool
+) -> None:
+    """Refuses extremes of what has none: complex numbers, random keys."""
+    if kind in EXTREMES and not ordered:
+        raise AccumulatorError(
+            f"{where}: {path} has dtype {dtype_name}, which has no order for {kind.name}.\n"
+            "Return its absolute value or its parts."
         )
 
 

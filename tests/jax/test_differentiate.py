@@ -297,12 +297,18 @@ def test_in_forward_refuses_what_it_cannot_differentiate():
         jax.grad(of_features(small))(W, X)
 
 
+def test_in_forward_keeps_no_residuals_that_a_policy_could_choose():
+    policy = jax.checkpoint_policies.everything_saveable
+    with pytest.raises(MicrobatchError, match="checkpoint_policy"):
+        microbatch(loss, 1, 4, Kind.MEAN, differentiate="in_forward", checkpoint_policy=policy)
+
+
 def test_a_function_without_reverse_mode_is_told_the_way_out():
     def powers(w, x):
         grown = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * w[0]), (0, x))
         return jnp.mean(grown[1])
 
-    with pytest.raises(MicrobatchError, match='differentiate="store"'):
+    with pytest.raises(MicrobatchError, match=r'microbatch\(powers\): [^\n]*\n.*"store"'):
         jax.grad(microbatch(powers, 1, 4, Kind.MEAN))(W, X)
     stored = microbatch(powers, 1, 4, Kind.MEAN, differentiate="store")
     along = (jnp.ones_like(W), jnp.ones_like(X))

@@ -10,7 +10,7 @@ import pytest
 
 from microbatch import AccumulationType as Kind
 from microbatch import AccumulatorError, BatchError, MicrobatchSizeError
-from microbatch.jax import Carry, microbatch
+from microbatch.jax import Carry, microbatch, reshape_batch_axis
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -195,6 +195,44 @@ def test_a_count_that_is_no_integer_is_refused(value):
 def test_a_weight_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match=r"weight_fn returned shape \(4,\)"):
         microbatch(rows_of, 1, 4, Kind.MEAN, weight_fn=lambda w, x: x[:, 0])(2.0, X)
+    with pytest.raises(ValueError, match=r"weight_fn returned shape .* complex64"):
+        microbatch(rows_of, 1, 4, Kind.MEAN, weight_fn=lambda w, x: x.sum() + 1j)(2.0, X)
+
+
+def test_a_weight_may_be_a_boolean():
+    x = jnp.arange(4.0)
+    small = microbatch(
+        jnp.mean, 0, 2, Kind.MEAN, weight_fn=lambda x: jnp.any(x > 2), order="contiguous"
+    )
+    assert float(small(x)) == 2.5
+
+
+def test_booleans_are_summed_as_numpy_adds_them():
+    some = microbatch(lambda x: jnp.any(x > 2), 0, 2, Kind.SUM)
+    assert some(jnp.arange(4.0)).item() is True
+    assert some(jnp.zeros(4)).item() is False
+
+
+@pytest.mark.parametrize(
+    "kind, output, words",
+    [
+        (
+            Kind.MAX,
+            lambda x: x.sum() + 1j,
+            "output has dtype complex64, which has no order for MAX",
+        ),
+        (Kind.MIN, lambda x: jax.random.key(0), "output has dtype key<fry>, which has no order"),
+        (Kind.SUM, lambda x: jax.random.key(0), "output has dtype key<fry>, which has no SUM"),
+    ],
+)
+def test_what_cannot_be_compared_or_summed_is_refused(kind, output, words):
+    with pytest.raises(AccumulatorError, match=words):
+        microbatch(output, 0, 2, kind)(jnp.arange(4.0))
+
+
+def test_an_axis_that_is_no_integer_is_refused():
+    with pytest.raises(BatchError, match=r"tree has 0\.5 for its axis of rows"):
+        reshape_batch_axis(jnp.arange(4.0), 2, axis=0.5)
 
 
 def test_N11_zero_rows_are_traced_once_and_never_run():

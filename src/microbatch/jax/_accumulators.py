@@ -1,5 +1,6 @@
 """The accumulator kinds on JAX arrays: how each output leaf is carried from microbatch to microbatch."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from microbatch._accumulation import (
     accumulates_wider,
     leaf_rule,
 )
+from microbatch._errors import AccumulatorError, MicrobatchError
 from microbatch._splitting import Split
 from microbatch.jax._rows import Rows, filled, join, put, put_tail, rows_buffer
 
@@ -101,7 +103,8 @@ class _Ops:
         if weight is not None:
             # A real weight: a complex one would make NaN of infinity times 1 + 0i.
             value = value * jnp.asarray(weight, real_dtype(carry.dtype))
-        return lax.add(carry, value)
+        # As NumPy adds booleans.
+        return lax.bitwise_or(carry, value) if carry.dtype == jnp.bool_ else lax.add(carry, value)
 
     def blend(self, carry: jax.Array, value: jax.Array, weight: Any, total: Any) -> jax.Array:
         weight = jnp.asarray(1 if weight is None else weight, real_dtype(carry.dtype))
@@ -136,6 +139,16 @@ def carry_dtype(kind: AccumulationType, dtype: Any, override: Any = None) -> Any
         complex_override = jnp.promote_types(override, jnp.complex64)
         return complex_override if jnp.issubdtype(dtype, jnp.complexfloating) else override
     return jnp.dtype(jnp.float32) if accumulates_wider(jnp.dtype(dtype).name) else dtype
+
+
+def checked_dtype(where: str, dtype: Any) -> Any:
+    """`accumulator_dtype` as a dtype that can hold means; None stays None."""
+    if dtype is None or jnp.issubdtype(dtype, jnp.floating):
+        return None if dtype is None else jnp.dtype(dtype)
+    raise AccumulatorError(
+        f"{where}: accumulator_dtype={dtype!r} is not a floating-point dtype.\n"
+        "Use for example accumulator_dtype=jnp.float32."
+    )
 
 
 def init(output: Output, split: Split) -> Any:
@@ -182,6 +195,19 @@ def _spec(aval: Any) -> jax.ShapeDtypeStruct:
 def cast(value: jax.Array, dtype: Any) -> jax.Array:
     """`value` in another dtype; itself, and no operation, where it has it."""
     return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
+
+
+def as_weight(where: str, value: Any, per: str = "microbatch") -> jax.Array:
+    """What a `weight_fn` returned, as a float; refused unless it is one real number."""
+    value = jnp.asarray(value)
+    is_a = functools.partial(jnp.issubdtype, value.dtype)
+    real = is_a(jnp.bool_) or (is_a(jnp.number) and not is_a(jnp.complexfloating))
+    if value.shape != () or not real:
+        raise MicrobatchError(
+            f"{where}: weight_fn returned shape {value.shape} of dtype {value.dtype}.\n"
+            f"Return one real number per {per}, for example mask.sum()."
+        )
+    return value.astype(jnp.result_type(float))
 
 
 def real_dtype(dtype: Any) -> Any:

@@ -3,9 +3,8 @@
 Each is a `Loop` with another step; nothing here runs.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 from jax import lax
 
 from microbatch._accumulation import EXTREMES, AccumulationType, Accumulator
-from microbatch._errors import MicrobatchError
 from microbatch.jax._accumulators import CONCAT, RULES, SUM, Moment, Output, carry_dtype
 from microbatch.jax._fold import (
     Arrays,
@@ -184,7 +182,7 @@ def pullback_loop(
             shared_now, rows_now = active.replaced(shared, rows, moving)
             return loop.step(at, shared_now, states, rows_now)
 
-        values, pullback, new_states = _vjp(of_moving, *active.of(shared, rows))
+        values, pullback, new_states = jax.vjp(of_moving, *active.of(shared, rows), has_aux=True)
         seeds = [zero_tangent(value) for value in values]
         for i, cotangent in received.items():
             position = first_value(loop, i)
@@ -295,39 +293,12 @@ def _scalar_pullbacks(
     if not count:
         return [], fun(*primals)[1]
     if count == 1:
-        (y,), pullback, aux = _vjp(fun, *primals)
+        (y,), pullback, aux = jax.vjp(fun, *primals, has_aux=True)
         return [lambda: list(pullback([jnp.ones_like(y)]))], aux
-    with _explained():
-        ys, linear, aux = jax.linearize(fun, *primals, has_aux=True)
+    ys, linear, aux = jax.linearize(fun, *primals, has_aux=True)
 
     def gradient_of(k: int) -> list[Any]:
-        with _explained():
-            transposed = jax.linear_transpose(lambda *tangents: linear(*tangents)[k], *primals)
-            return list(transposed(jnp.ones_like(ys[k])))
+        transposed = jax.linear_transpose(lambda *tangents: linear(*tangents)[k], *primals)
+        return list(transposed(jnp.ones_like(ys[k])))
 
     return [functools.partial(gradient_of, k) for k in range(count)], aux
-
-
-def _vjp(fun: Any, *primals: Any) -> Any:
-    """`jax.vjp` with an auxiliary output; a function without reverse mode is told the way out."""
-    with _explained():
-        out, pullback, aux = jax.vjp(fun, *primals, has_aux=True)
-
-    def explained_pullback(cotangents: Any) -> Any:
-        with _explained():
-            return pullback(cotangents)
-
-    return out, explained_pullback, aux
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        if "everse-mode differentiation" not in str(error):
-            raise
-        raise MicrobatchError(
-            "microbatch: the function has no reverse mode (a while_loop inside it, for example).\n"
-            'Use differentiate="store", which keeps its forward mode.'
-        ) from error

@@ -6,6 +6,8 @@ output's tangent is a linear map whose transpose is another loop, which evaluate
 Both loops are such functions again, so that higher derivatives are bounded, too.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from typing import Literal as OneOf
@@ -89,7 +91,8 @@ def _jvp(
     others = [i for i, out in enumerate(loop.outputs) if i not in scalars and inexact(out)]
 
     extended = with_gradients(with_winners(loop), arrays, scalars, active)
-    results, states = evaluate(extended, arrays, where, "recompute")
+    with _explained(where):
+        results, states = evaluate(extended, arrays, where, "recompute")
     winners = {i: results[i][1] for i, out in enumerate(loop.outputs) if out.kind in EXTREMES}
     values = [results[i][0] if i in winners else results[i] for i in range(len(loop.outputs))]
     gradients = iter(results[len(loop.outputs) :])
@@ -172,7 +175,8 @@ class _Replay:
             pairs = zip(self.positions, cotangents, strict=True)
             given = {i: ct for i, ct in pairs if ct is not None}
             loops = pullback_loop(self.loop, arrays, self.active, given, winners)
-            gradients, _ = evaluate(*loops, self.where, "recompute")
+            with _explained(self.where):
+                gradients, _ = evaluate(*loops, self.where, "recompute")
             return [g.astype(t.dtype) for g, t in zip(gradients, types, strict=True)]
 
         residuals = [leaf for i, leaf in enumerate(leaves) if i not in static]
@@ -252,6 +256,20 @@ def _refusing_tangents(where: str, states: list[Any], moving: list[Any]) -> list
         for i, tangent in zip(inexact, linear_map(refuse, refuse, [], moving, types), strict=True):
             tangents[i] = tangent
     return tangents
+
+
+@contextlib.contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Tells the way out where the function has no reverse mode."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, MicrobatchError) or "everse-mode differentiation" not in str(error):
+            raise
+        raise MicrobatchError(
+            f"{where}: the function has no reverse mode (a while_loop inside it, for example).\n"
+            'Use differentiate="store", which keeps its forward mode.'
+        ) from error
 
 
 def _moving(tangents: list[Any]) -> tuple[int, ...]:

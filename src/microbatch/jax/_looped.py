@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from microbatch._accumulation import EXTREMES
-from microbatch._errors import AccumulatorError, EmptyStream, MicrobatchError
+from microbatch._errors import AccumulatorError, EmptyStream
 from microbatch._splitting import Split
-from microbatch.jax._accumulators import Moment
+from microbatch.jax._accumulators import Moment, as_weight
 from microbatch.jax._binding import Call, hoisted
 from microbatch.jax._convolutions import has_convolution
 from microbatch.jax._devices import Devices, check_outputs
@@ -156,13 +156,7 @@ def _weights(
 
     def weight(rows: list[Any]) -> jax.Array:
         args, kwargs = call.with_arrays(shared, states, rows)
-        value = jnp.asarray(weight_fn(*args, **kwargs))
-        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.number):
-            raise MicrobatchError(
-                f"{options.where}: weight_fn returned shape {value.shape} of dtype {value.dtype}.\n"
-                "Return one number per microbatch, for example mask.sum()."
-            )
-        return value.astype(jnp.result_type(float))
+        return as_weight(options.where, weight_fn(*args, **kwargs))
 
     def weights(rows: list[Any], cuts: Sequence[Rows]) -> jax.Array:
         of_full = lambda i: weight([take(x, cut, i) for x, cut in zip(rows, cuts, strict=True)])

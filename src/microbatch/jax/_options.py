@@ -12,8 +12,9 @@ import numpy as np
 
 from microbatch._accumulation import Accumulator, Carry, as_accumulator
 from microbatch._checks import check_choice, check_declared, check_size
-from microbatch._errors import AccumulatorError, MicrobatchSizeError
+from microbatch._errors import MicrobatchError, MicrobatchSizeError
 from microbatch._splitting import Auto, Order, Remainder, Split
+from microbatch.jax._accumulators import checked_dtype
 from microbatch.jax._devices import Reduce
 from microbatch.jax._differentiate import Differentiate
 
@@ -63,14 +64,13 @@ def checked(options: Options, *, declared: bool = True) -> Options:
     modes = ("auto", "in_forward", "recompute", "store")
     check_choice(where, "differentiate", options.differentiate, modes)
     check_choice(where, "reduce", options.reduce, ("once", "each"))
-    if options.accumulator_dtype is not None and not jnp.issubdtype(
-        options.accumulator_dtype, jnp.floating
-    ):
-        raise AccumulatorError(
-            f"{where}: accumulator_dtype={options.accumulator_dtype!r} is not a floating-point dtype.\n"
-            "Use for example accumulator_dtype=jnp.float32."
+    dtype = checked_dtype(where, options.accumulator_dtype)
+    if options.checkpoint_policy is not None and options.differentiate == "in_forward":
+        raise MicrobatchError(
+            f'{where}: differentiate="in_forward" keeps no residuals, and checkpoint_policy says which to keep.\n'
+            'Leave checkpoint_policy out, or use differentiate="auto".'
         )
-    return dataclasses.replace(options, **sizes)
+    return dataclasses.replace(options, **sizes, accumulator_dtype=dtype)
 
 
 def carries_of(accumulator: Any) -> list[Carry]:

@@ -1,6 +1,5 @@
 """Where a microbatch's rows are in the batch's arrays: views, never copies of the batch."""
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,6 @@ def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
     """
     where = "reshape_batch_axis"
     size = check_size(where, "microbatch_size", microbatch_size)
-    axis = operator.index(axis)
     leaves = [
         Leaf(f"tree{jax.tree_util.keystr(path)}", getattr(leaf, "shape", None), axis)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -184,15 +182,11 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 def _constant(aval: Any, shape: Any, spec: Any, value: Any, dtype: Any) -> jax.Array:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.wrap_key_data(_zero_key(dtype), impl=dtype._impl), shape)
+        return vary_like(lax.full(shape, 0, dtype), aval)
     if spec is None:
         return vary_like(jnp.full(shape, value, dtype), aval)
     zeros = jnp.zeros(shape, dtype, out_sharding=_on(aval, spec))
     return vary_like(zeros if isinstance(value, int) and value == 0 else zeros + value, aval)
-
-
-def _zero_key(dtype: Any) -> jax.Array:
-    return jnp.zeros(dtype._impl.key_shape, jnp.uint32)
 
 
 def _on(leaf: Any, spec: tuple[Any, ...]) -> jax.sharding.NamedSharding:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from microbatch._accumulation import AccumulationType, as_accumulator
 from microbatch._checkpoint import Checkpoint, Progress
 from microbatch._checks import name_of
 from microbatch._errors import AccumulatorError
+from microbatch.jax._accumulators import checked_dtype
 from microbatch.jax._stream_fold import Folding, is_accumulator
 from microbatch.jax._stream_program import Settings
 
@@ -83,6 +83,7 @@ def accumulate(
     a scalar, CONCAT  ``[number of microbatches]``
     ================  ================================================================
 
+    >>> import jax.numpy as jnp
     >>> stream = [(jnp.array([1.0, 2.0]),), (jnp.array([6.0]),)]
     >>> mean = accumulate(lambda scale, x: scale * x.mean(), AccumulationType.MEAN)
     >>> float(mean(10.0, microbatches=stream))
@@ -103,7 +104,7 @@ def accumulate(
         accumulator,
         _accumulator_key(where, accumulator),
         weight_fn,
-        _checked_dtype(where, accumulator_dtype),
+        checked_dtype(where, accumulator_dtype),
     )
 
     def accumulated(
@@ -164,12 +165,3 @@ def _accumulator_key(where: str, accumulator: Any) -> Any:
                 f"Use one of {', '.join(AccumulationType.__members__)}, an Accumulator or a Carry."
             )
     return tuple(map(as_accumulator, leaves)), treedef
-
-
-def _checked_dtype(where: str, dtype: Any) -> Any:
-    if dtype is None or jnp.issubdtype(dtype, jnp.floating):
-        return None if dtype is None else jnp.dtype(dtype)
-    raise AccumulatorError(
-        f"{where}: accumulator_dtype={dtype!r} is not a floating-point dtype.\n"
-        "Use for example accumulator_dtype=jnp.float32."
-    )

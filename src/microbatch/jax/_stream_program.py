@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from microbatch._accumulation import AccumulationType
-from microbatch._errors import AccumulatorError, MicrobatchError
+from microbatch._errors import AccumulatorError
 from microbatch._identity import Recent
-from microbatch.jax._accumulators import CONCAT, RULES, Moment, Output, update
+from microbatch.jax._accumulators import CONCAT, RULES, Moment, Output, as_weight, update
 from microbatch.jax._convolutions import canonical_convolutions, has_convolution
 from microbatch.jax._outputs import OutputPlan, plan_outputs
 from microbatch.jax._rows import explicit_spec
@@ -268,18 +268,11 @@ class Program:
         return State(updated, states, total, state.lost + lost, first, state.ran + 1), pieces
 
     def _weight(self, shared: list[Any], states: list[Any], rows: list[Any]) -> jax.Array:
-        dtype = jnp.result_type(float)
         weight_fn = self._settings.weight_fn
         if weight_fn is None:
-            return jnp.asarray(rows_of(rows) or 1, dtype)
-        value = jnp.asarray(weight_fn(*self._structure.arguments(shared, states, rows)))
-        real = jnp.isrealobj(value) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-        if value.shape != () or not real:
-            raise MicrobatchError(
-                f"{self._settings.where}: weight_fn returned shape {value.shape} of dtype {value.dtype}.\n"
-                "Return one real number per microbatch, for example mask.sum()."
-            )
-        return value.astype(dtype)
+            return jnp.asarray(rows_of(rows) or 1, jnp.result_type(float))
+        value = weight_fn(*self._structure.arguments(shared, states, rows))
+        return as_weight(self._settings.where, value)
 
     def _check_states(self, plan: OutputPlan, state: State) -> None:
         came = [_words(x) for part in plan.carried for x in part.leaves]
