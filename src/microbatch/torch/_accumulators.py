@@ -15,7 +15,14 @@ from microbatch._accumulation import (
     leaf_rule,
 )
 from microbatch._errors import AccumulatorError, EmptyStream
-from microbatch._outputs import Part, assemble, check_can_average, check_can_weigh, parts_of
+from microbatch._outputs import (
+    Part,
+    assemble,
+    check_can_average,
+    check_can_weigh,
+    check_has_order,
+    parts_of,
+)
 from microbatch._splitting import Split
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._internals import is_transformed
@@ -409,11 +416,7 @@ def _as_rows(tensor: torch.Tensor, axis: int) -> torch.Tensor:
 def _check_kind(where: str, kind: AccumulationType, path: str, dtype: torch.dtype) -> None:
     inexact = dtype.is_floating_point or dtype.is_complex
     check_can_average(where, kind, path, dtype_name(dtype), inexact)
-    if kind in EXTREMES and dtype.is_complex:
-        raise AccumulatorError(
-            f"{where}: {path} has dtype {dtype_name(dtype)}, which has no order for {kind.name}.\n"
-            "Return its absolute value or its parts."
-        )
+    check_has_order(where, kind, path, dtype_name(dtype), not dtype.is_complex)
 
 
 def _number_type(where: str, path: str, leaf: Any) -> type | None:
