@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from microbatch import Accumulator, CheckpointError, MicrobatchError
+from microbatch import Accumulator, AccumulatorError, CheckpointError, MicrobatchError
 from microbatch.torch import AccumulationType, accumulate, value_and_grad
 from microbatch.torch._tracking import TensorBytes
 from tests.torch import _worker_stream as worker
@@ -123,3 +123,11 @@ def test_transformations_are_refused():
     fold = accumulate(lambda w, x: (w * x).sum())
     with pytest.raises(MicrobatchError, match="cannot be followed by transformations"):
         torch.func.grad(lambda w: fold(w, microbatches=[torch.ones(2)]))(torch.ones(()))
+
+
+def test_rows_keep_the_dtype_of_the_first_microbatch():
+    stream = [(torch.ones(1, dtype=torch.float32),), (torch.ones(1, dtype=torch.float64),)]
+    assert accumulate(lambda x: x, CONCAT)(microbatches=stream).dtype == torch.float32
+    stream = [(torch.ones(1, dtype=torch.int64),), (torch.ones(1),)]
+    with pytest.raises(AccumulatorError, match=r"output is float32\[1\] in microbatch 1 and int64"):
+        accumulate(lambda x: x, CONCAT)(microbatches=stream)

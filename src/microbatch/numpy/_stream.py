@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,18 +11,16 @@ from microbatch._accumulation import MEANS, AccumulationType, Accumulator, Carry
 from microbatch._checkpoint import (
     Checkpoint,
     Progress,
-    function_words,
-    leaves_digest,
     leaves_words,
 )
 from microbatch._checks import name_of
-from microbatch._errors import AccumulatorError, BatchError, EmptyStream
+from microbatch._errors import BatchError
 from microbatch._outputs import Part, canonical, check_can_weigh
+from microbatch._stream import Settings, fold_stream, identity_of
 from microbatch._trees import leaves_with_paths
 from microbatch.numpy._folding import Folding
 from microbatch.numpy._folds import Fold, Step, make_folds
 from microbatch.numpy._microbatch import (
-    accumulators_in,
     checked_dtype,
     checked_weight,
 )
@@ -89,7 +87,7 @@ def accumulate(
     30.0
     """
     where = f"accumulate({name_of(fun)})"
-    settings = _Settings(
+    settings = Settings(
         where,
         fun,
         canonical(where, accumulator),
@@ -103,77 +101,38 @@ def accumulate(
         checkpoint: str | os.PathLike[str] | None = None,
         out: Any = None,
     ) -> Any:
-        return _run(settings, args, microbatches, checkpoint, out)
+        return fold_stream(_Stream(settings, args, out), microbatches, checkpoint)
 
     return accumulated
-
-
-class _Settings(NamedTuple):
-    """The arguments of `accumulate`, checked."""
-
-    where: str
-    fun: Callable[..., Any]
-    accumulator: Any
-    weight_fn: Callable[..., Any] | None
-    accumulator_dtype: np.dtype | None
-
-
-def _run(
-    settings: _Settings,
-    args: tuple[Any, ...],
-    microbatches: Iterable[Any],
-    path: str | os.PathLike[str] | None,
-    out: Any,
-) -> Any:
-    stream = _Stream(settings, args, out)
-    checkpoint: Checkpoint | None = None
-    saved: Progress | None = None
-    for microbatch in map(_as_arguments, microbatches):
-        if path is not None and checkpoint is None:
-            checkpoint = Checkpoint(path, settings.where, _identity(settings, args, microbatch))
-            saved = stream.resume(checkpoint, microbatch)
-        if saved is not None and stream.position < saved.position:
-            stream.pass_over(microbatch)
-        else:
-            _check_same_stream(checkpoint, saved, stream)
-            stream.add(microbatch)
-            if checkpoint is not None and stream.folding.started:
-                checkpoint.save(stream.progress)
-        # Released before the iterable makes the next one.
-        del microbatch
-    _check_same_stream(checkpoint, saved, stream)
-    result = stream.result()
-    if checkpoint is not None:
-        checkpoint.remove()
-    return result
-
-
-def _check_same_stream(
-    checkpoint: Checkpoint | None, saved: Progress | None, stream: "_Stream"
-) -> None:
-    """Where the stream stands at what the checkpoint holds, or ended before it: as many rows as then."""
-    if checkpoint is not None and saved is not None and stream.position <= saved.position:
-        was = f"{saved.numbers['rows_read']} rows in {saved.position} microbatches"
-        checkpoint.check(
-            "stream", was, f"{stream.rows_read} rows in {stream.position} microbatches"
-        )
 
 
 class _Stream:
     """One call: where it is in the stream, and what it holds."""
 
-    def __init__(self, settings: _Settings, args: tuple[Any, ...], out: Any) -> None:
-        _check_carries(settings, args)
+    def __init__(self, settings: Settings, args: tuple[Any, ...], out: Any) -> None:
+        settings.check_carries(len(args))
+        self.settings = settings
         self.position = 0
         self.rows_read = 0
         self.folding = Folding(settings.where, settings.accumulator, out, self._make)
-        self._settings = settings
         self._args = list(args)
         self._first_rows: int | None = None
         self._first_weight: Any = None
         self._total: Any = 0
         self._output_words = ""
         self._unrun: tuple[Any, ...] | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether an output is in the folds."""
+        return self.folding.started
+
+    def identity(self, microbatch: tuple[Any, ...]) -> dict[str, str]:
+        """What a checkpoint of this stream belongs to, told by its first microbatch."""
+        return identity_of(self.settings, tuple(self._args), microbatch)
+
+    def go_on(self, saved: Progress) -> None:
+        """Nothing: NumPy has no random state that a checkpoint could hold for the function."""
 
     def add(self, microbatch: tuple[Any, ...]) -> None:
         """Evaluates the next microbatch and folds its output in, or skips it where its weight is 0."""
@@ -184,7 +143,7 @@ class _Stream:
             # One is kept: if none has a weight, it is run for the shapes of the result.
             self._unrun = self._unrun or microbatch
         else:
-            self._fold_in(self._settings.fun(*self._args, *microbatch), rows, own_weight)
+            self._fold_in(self.settings.fun(*self._args, *microbatch), rows, own_weight)
         self.position += 1
 
     def pass_over(self, microbatch: tuple[Any, ...]) -> None:
@@ -194,12 +153,6 @@ class _Stream:
 
     def result(self) -> Any:
         """What the folds make of the stream."""
-        if self.position == 0:
-            raise EmptyStream(
-                f"{self._settings.where}: microbatches had no element, so not even the shapes of "
-                "the result are known.\n"
-                "Give at least one; an iterator can be read only once."
-            )
         if not self.folding.started:
             self._start(self._run_quietly(self._unrun), self._first_rows)
         return self.folding.result(self._total)
@@ -246,13 +199,13 @@ class _Stream:
         return saved
 
     def _make(self, parts: list[Part], targets: dict[str, Any], rows: int) -> list[Fold]:
-        where = self._settings.where
+        where = self.settings.where
         return make_folds(
             where,
             parts,
             lambda part: stream_concat(where, part, rows, targets.get(part.path)),
             initial=lambda carry: self._args[carry.argnum],
-            accumulator_dtype=self._settings.accumulator_dtype,
+            accumulator_dtype=self.settings.accumulator_dtype,
             ragged=False,
         )
 
@@ -281,20 +234,20 @@ class _Stream:
         if self.position == 0:
             self._first_rows = rows
         elif rows != self._first_rows:
-            for entry in accumulators_in(self._settings.accumulator):
+            for entry in self.settings.entries():
                 if isinstance(entry, Accumulator):
-                    check_can_weigh(self._settings.where, entry, "output")
+                    check_can_weigh(self.settings.where, entry, "output")
         self.rows_read += rows or 0
         return rows
 
     def _weight(self, microbatch: tuple[Any, ...], rows: int | None) -> Any:
-        settings = self._settings
+        settings = self.settings
         if settings.weight_fn is not None:
             weight = settings.weight_fn(*self._args, *microbatch)
             return checked_weight(settings.where, weight, self.position)
         if rows is not None:
             return rows
-        if any(entry in MEANS for entry in accumulators_in(settings.accumulator)):
+        if any(entry in MEANS for entry in settings.entries()):
             raise BatchError(
                 f"{settings.where}: microbatch {self.position} has no rows that could be counted "
                 f"({leaves_words(leaves_with_paths(microbatch, 'microbatch'))}).\n"
@@ -306,11 +259,7 @@ class _Stream:
         """An output of which only the types matter."""
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            return self._settings.fun(*self._args, *microbatch)
-
-
-def _as_arguments(element: Any) -> tuple[Any, ...]:
-    return tuple(element) if isinstance(element, tuple | list) else (element,)
+            return self.settings.fun(*self._args, *microbatch)
 
 
 def _rows_of(microbatch: tuple[Any, ...]) -> int | None:
@@ -318,40 +267,6 @@ def _rows_of(microbatch: tuple[Any, ...]) -> int | None:
     shapes = [shape_of(leaf) for _, leaf in leaves_with_paths(microbatch)]
     rows = {shape[0] for shape in shapes if shape}
     return rows.pop() if len(rows) == 1 else None
-
-
-def _check_carries(settings: _Settings, args: tuple[Any, ...]) -> None:
-    for entry in accumulators_in(settings.accumulator):
-        if isinstance(entry, Carry) and not 0 <= entry.argnum < len(args):
-            raise AccumulatorError(
-                f"{settings.where}: Carry({entry.argnum}) names no argument; the call has {len(args)} "
-                "before the microbatch's.\n"
-                "Number the arguments given before microbatches= from 0."
-            )
-
-
-def _identity(
-    settings: _Settings, args: tuple[Any, ...], microbatch: tuple[Any, ...]
-) -> dict[str, str]:
-    """What a checkpoint belongs to."""
-    return {
-        "function": function_words(settings.fun),
-        "accumulator": ", ".join(
-            f"{path or 'output'}: {_accumulator_words(entry)}"
-            for path, entry in leaves_with_paths(settings.accumulator)
-        ),
-        "weight_fn": "rows" if settings.weight_fn is None else function_words(settings.weight_fn),
-        "accumulator_dtype": str(settings.accumulator_dtype),
-        "set of arguments": leaves_digest(leaves_with_paths(args, "args")),
-        "microbatch": leaves_words(leaves_with_paths(microbatch, "microbatch")),
-    }
-
-
-def _accumulator_words(entry: Any) -> str:
-    if isinstance(entry, Accumulator):
-        parts = (entry.init, entry.update, entry.finalize)
-        return f"Accumulator({', '.join(map(function_words, parts))})"
-    return entry.name if isinstance(entry, AccumulationType) else repr(entry)
 
 
 def _type_name(leaf: Any) -> str:

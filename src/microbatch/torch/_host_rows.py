@@ -33,7 +33,8 @@ class HostRows:
     def add(self, value: torch.Tensor, index: int) -> None:
         """Appends the rows of microbatch `index`; a scalar is one row."""
         spec = self._part.value
-        if value.shape[1:] != spec.shape[1:] or value.ndim != spec.ndim:
+        same = value.shape[1:] == spec.shape[1:] and value.ndim == spec.ndim
+        if not same or not torch.can_cast(value.dtype, spec.dtype):
             refuse_change(self._where, self._part.accumulator, self._part.path, index, spec, value)
         self._append(value if value.ndim else value.unsqueeze(0))
 
@@ -71,7 +72,7 @@ class HostRows:
     def _append(self, rows: torch.Tensor) -> None:
         if self._target is None:
             # A copy: the function may hand out a view of a buffer that the next microbatch overwrites.
-            self._pieces.append(rows.to("cpu", copy=True))
+            self._pieces.append(rows.to("cpu", self._part.value.dtype, copy=True))
             return
         end = self._end + len(rows)
         if end > len(self._target):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +12,13 @@ from microbatch._accumulation import MEANS, AccumulationType, Accumulator, Carry
 from microbatch._checkpoint import (
     Checkpoint,
     Progress,
-    function_words,
-    leaves_digest,
     leaves_words,
 )
 from microbatch._checks import check_weight, name_of
-from microbatch._errors import AccumulatorError, BatchError, EmptyStream, MicrobatchError
+from microbatch._errors import BatchError, MicrobatchError
 from microbatch._outputs import canonical, check_can_weigh
 from microbatch._splitting import Split
+from microbatch._stream import Settings, fold_stream, identity_of
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._accumulators import (
     Fold,
@@ -101,7 +100,7 @@ def accumulate(
     """
     where = f"accumulate({name_of(fun)})"
     check_dtype(where, accumulator_dtype)
-    settings = _Settings(where, fun, canonical(where, accumulator), weight_fn, accumulator_dtype)
+    settings = Settings(where, fun, canonical(where, accumulator), weight_fn, accumulator_dtype)
 
     def accumulated(
         *args: Any,
@@ -114,55 +113,21 @@ def accumulate(
                 f"{where}: a stream cannot be followed by transformations of torch.func.\n"
                 "Transform the function that is given to accumulate, or use microbatch."
             )
-        return _run(_Stream(settings, args, out), microbatches, checkpoint)
+        return fold_stream(_Stream(settings, args, out), microbatches, checkpoint)
 
     return accumulated
-
-
-class _Settings(NamedTuple):
-    """The arguments of `accumulate`, checked."""
-
-    where: str
-    fun: Callable[..., Any]
-    accumulator: Any
-    weight_fn: Callable[..., Any] | None
-    accumulator_dtype: torch.dtype | None
-
-
-def _run(
-    stream: "_Stream", microbatches: Iterable[Any], path: str | os.PathLike[str] | None
-) -> Any:
-    checkpoint: Checkpoint | None = None
-    saved: Progress | None = None
-    for microbatch in map(_as_arguments, microbatches):
-        if path is not None and checkpoint is None:
-            checkpoint = stream.checkpoint(path, microbatch)
-            saved = stream.resume(checkpoint, microbatch)
-        if saved is not None and stream.position < saved.position:
-            stream.pass_over(microbatch)
-        else:
-            stream.check_same(checkpoint, saved)
-            stream.add(microbatch)
-            if checkpoint is not None and stream.started:
-                checkpoint.save(stream.progress)
-        # Released before the iterable makes the next one.
-        del microbatch
-    stream.check_same(checkpoint, saved)
-    result = stream.result()
-    if checkpoint is not None:
-        checkpoint.remove()
-    return result
 
 
 class _Stream:
     """One call: where it is in the stream, and what it holds."""
 
-    def __init__(self, settings: _Settings, args: tuple[Any, ...], out: Any) -> None:
+    def __init__(self, settings: Settings, args: tuple[Any, ...], out: Any) -> None:
+        settings.check_carries(len(args))
+        self.settings = settings
         self.position = 0
+        self.rows_read = 0
         self._out = out
-        self._settings = settings
         self._args = list(args)
-        self._rows_read = 0
         self._first_rows: int | None = None
         self._first_weight: Any = None
         self._total: float = 0
@@ -172,18 +137,13 @@ class _Stream:
         self._skipped: list[int] = []
         self._output_words = ""
         self._unrun: tuple[Any, ...] | None = None
-        for entry in _entries(settings.accumulator):
-            if isinstance(entry, Carry) and not 0 <= entry.argnum < len(args):
-                raise AccumulatorError(
-                    f"{settings.where}: Carry({entry.argnum}) names no argument; the call has {len(args)} "
-                    "before the microbatch's.\n"
-                    "Number the arguments given before microbatches= from 0."
-                )
 
-    def checkpoint(self, path: str | os.PathLike[str], microbatch: tuple[Any, ...]) -> Checkpoint:
-        """The file at `path` for this stream, told by its first microbatch."""
-        identity = _identity(self._settings, tuple(self._args), microbatch)
-        return Checkpoint(path, self._settings.where, identity)
+    def identity(self, microbatch: tuple[Any, ...]) -> dict[str, str]:
+        """What a checkpoint of this stream belongs to, told by its first microbatch."""
+        state = lambda x: dict(x.state_dict()) if isinstance(x, nn.Module) else x
+        held = map_leaves(state, tuple(self._args))
+        hosted = map_leaves(lambda x: _as_array(x)[1] if isinstance(x, torch.Tensor) else x, held)
+        return identity_of(self.settings, hosted, microbatch)
 
     @property
     def started(self) -> bool:
@@ -199,7 +159,7 @@ class _Stream:
             # One is kept: if none has a weight, it is run for the shapes of the result.
             self._unrun = self._unrun or microbatch
         else:
-            self._fold_in(_detached(self._settings.fun(*self._args, *microbatch)), rows, own_weight)
+            self._fold_in(_detached(self.settings.fun(*self._args, *microbatch)), rows, own_weight)
         self.position += 1
 
     def pass_over(self, microbatch: tuple[Any, ...]) -> None:
@@ -207,24 +167,14 @@ class _Stream:
         self._read(microbatch)
         self.position += 1
 
-    def check_same(self, checkpoint: Checkpoint | None, saved: Progress | None) -> None:
-        """Where the stream stands at what the checkpoint holds, or ended before it: as many rows as then."""
-        if checkpoint is None or saved is None or self.position > saved.position:
-            return
-        was = f"{saved.numbers['rows_read']} rows in {saved.position} microbatches"
-        checkpoint.check("stream", was, f"{self._rows_read} rows in {self.position} microbatches")
+    def go_on(self, saved: Progress) -> None:
+        """Takes the random numbers up where the checkpoint left them."""
         for i, source in enumerate(sources()):
             if f"random.{i}" in saved.arrays:
                 source.set_state(torch.from_numpy(saved.arrays[f"random.{i}"].copy()))
 
     def result(self) -> Any:
         """What the folds make of the stream."""
-        if self.position == 0:
-            raise EmptyStream(
-                f"{self._settings.where}: microbatches had no element, so not even the shapes of "
-                "the result are known.\n"
-                "Give at least one; an iterator can be read only once."
-            )
         if self._layout is None:
             assert self._unrun is not None
             self._start(self._run_aside(self._unrun), self._first_rows)
@@ -247,7 +197,7 @@ class _Stream:
         for i, source in enumerate(sources()):
             arrays[f"random.{i}"] = source.get_state().numpy()
         numbers = {
-            "rows_read": self._rows_read,
+            "rows_read": self.rows_read,
             "total": self._total,
             "first_weight": self._first_weight,
             "output": self._output_words,
@@ -282,7 +232,7 @@ class _Stream:
         return saved
 
     def _start(self, output: Any, rows: int | None) -> None:
-        settings = self._settings
+        settings = self.settings
         self._output_words = leaves_words(leaves_with_paths(output, "output"))
         self._layout = Layout.of(settings.where, settings.accumulator, output)
         split = Split(1, 1)
@@ -338,21 +288,21 @@ class _Stream:
         if self.position == 0:
             self._first_rows = rows
         elif rows != self._first_rows:
-            for entry in _entries(self._settings.accumulator):
+            for entry in self.settings.entries():
                 if isinstance(entry, Accumulator):
-                    check_can_weigh(self._settings.where, entry, "output")
-        self._rows_read += rows or 0
+                    check_can_weigh(self.settings.where, entry, "output")
+        self.rows_read += rows or 0
         return rows
 
     def _weight(self, microbatch: tuple[Any, ...], rows: int | None) -> Any:
-        settings = self._settings
+        settings = self.settings
         if settings.weight_fn is not None:
             weight = as_weight(settings.where, settings.weight_fn(*self._args, *microbatch))
             weight = weight.item() if isinstance(weight, torch.Tensor) else weight
             return check_weight(settings.where, weight, self.position)
         if rows is not None:
             return rows
-        if any(entry in MEANS for entry in _entries(settings.accumulator)):
+        if any(entry in MEANS for entry in settings.entries()):
             raise BatchError(
                 f"{settings.where}: microbatch {self.position} has no rows that could be counted "
                 f"({leaves_words(leaves_with_paths(microbatch, 'microbatch'))}).\n"
@@ -364,14 +314,10 @@ class _Stream:
         """An output of which only the types matter; nothing that it draws is missing later."""
         before = [(source, source.get_state()) for source in sources()]
         try:
-            return _detached(self._settings.fun(*self._args, *microbatch))
+            return _detached(self.settings.fun(*self._args, *microbatch))
         finally:
             for source, state in before:
                 source.set_state(state)
-
-
-def _as_arguments(element: Any) -> tuple[Any, ...]:
-    return tuple(element) if isinstance(element, tuple | list) else (element,)
 
 
 def _rows_of(microbatch: tuple[Any, ...]) -> int | None:
@@ -385,10 +331,6 @@ def _detached(output: Any) -> Any:
     return map_leaves(
         lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output
     )
-
-
-def _entries(accumulator: Any) -> list[Any]:
-    return [entry for _, entry in leaves_with_paths(accumulator)]
 
 
 def _as_array(leaf: Any) -> tuple[str, np.ndarray]:
@@ -417,29 +359,3 @@ def _beside(leaf: Any, old: Any) -> Any:
     """`leaf` on the device of the one in whose place it comes."""
     both = isinstance(leaf, torch.Tensor) and isinstance(old, torch.Tensor)
     return leaf.to(old.device) if both else leaf
-
-
-def _identity(
-    settings: _Settings, args: tuple[Any, ...], microbatch: tuple[Any, ...]
-) -> dict[str, str]:
-    """What a checkpoint belongs to."""
-    held = map_leaves(lambda x: dict(x.state_dict()) if isinstance(x, nn.Module) else x, args)
-    hosted = map_leaves(lambda x: _as_array(x)[1] if isinstance(x, torch.Tensor) else x, held)
-    return {
-        "function": function_words(settings.fun),
-        "accumulator": ", ".join(
-            f"{path or 'output'}: {_accumulator_words(entry)}"
-            for path, entry in leaves_with_paths(settings.accumulator)
-        ),
-        "weight_fn": "rows" if settings.weight_fn is None else function_words(settings.weight_fn),
-        "accumulator_dtype": str(settings.accumulator_dtype),
-        "set of arguments": leaves_digest(leaves_with_paths(hosted, "args")),
-        "microbatch": leaves_words(leaves_with_paths(microbatch, "microbatch")),
-    }
-
-
-def _accumulator_words(entry: Any) -> str:
-    if isinstance(entry, Accumulator):
-        parts = (entry.init, entry.update, entry.finalize)
-        return f"Accumulator({', '.join(map(function_words, parts))})"
-    return entry.name if isinstance(entry, AccumulationType) else repr(entry)
