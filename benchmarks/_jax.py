@@ -12,7 +12,10 @@ from benchmarks._harness import Contender
 
 
 def contenders(
-    functions: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], exact: Any = None
+    functions: Mapping[str, Callable[..., Any]],
+    args: tuple[Any, ...],
+    exact: Any = None,
+    compile_rounds: int = 1,
 ) -> tuple[Contender, ...]:
     """One contender per function of `args`.
 
@@ -20,8 +23,9 @@ def contenders(
       functions: by name.
       args: the arguments of all of them.
       exact: the right result in float64, a tree whose leaves are compared one by one; None skips the errors.
+      compile_rounds: how often each is compiled, for a median.
     """
-    compiled = _compiled_in_turn(functions, args)
+    compiled = _compiled_in_turn(functions, args, compile_rounds)
     return tuple(_contender(name, *found, args, exact) for name, found in compiled.items())
 
 
@@ -49,7 +53,7 @@ def _contender(
 
 
 def _compiled_in_turn(
-    functions: Mapping[str, Callable[..., Any]], args: Any, rounds: int = 5
+    functions: Mapping[str, Callable[..., Any]], args: Any, rounds: int
 ) -> dict[str, tuple[Any, float]]:
     """Each function's compiled program, and the median time to trace and compile it; they take turns."""
     programs: dict[str, Any] = {}

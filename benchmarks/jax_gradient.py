@@ -49,6 +49,7 @@ def _mlp(rows: int = 4096, size: int = 256, width: int = 512, layers: int = 4) -
             _ways(mlp_loss, size),
             (params, x, y),
             in_float64(jax.value_and_grad(mlp_loss), params, x, y),
+            compile_rounds=7,
         ),
         bars=(
             Bar("microbatch(value_and_grad)", "time", 1.03, "scan by hand"),

@@ -24,13 +24,13 @@ def workloads() -> list[Workload]:
     mlp, cnn, transformer = _mlp(), _cnn(), _transformer(stacked=False)
     return [
         _workload("mlp", "MLP 4 × 512, 1,024 rows", mlp, 256, (32, 64), (1.2, 1.6, 1.3)),
-        _workload("cnn", "CNN, 256 images of 16 × 16", cnn, 16, (8, 16, 32), (1.5, 2.5, 1.5)),
+        _workload("cnn", "CNN, 256 images of 16 × 16", cnn, 16, (16, 32), (1.5, 2.5, 1.5)),
         _workload(
             "transformer",
             "transformer, 2 layers, width 128, 64 rows of 64 tokens",
             transformer,
             8,
-            (1, 4, 8, 16),
+            (1, 8),
             (1.15, 1.6, 1.2),
         ),
         _stacked_workload(),
@@ -100,7 +100,7 @@ def _workload(
             Bar(clip, "memory", limits[2], "plain gradient"),
             Bar(clip, "time", faster, peer),
         ),
-        rounds=5,
+        rounds=3,
     )
 
 
@@ -129,7 +129,7 @@ def _stacked_workload(size: int = 8) -> Workload:
             *contenders({names[1]: scanned}, stacked_args),
         ),
         bars=(Bar(names[1], "time", 1.1, names[0]),),
-        rounds=5,
+        rounds=3,
     )
 
 
