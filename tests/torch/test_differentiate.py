@@ -176,6 +176,42 @@ def test_N21_generators_of_ones_own_are_replayed_where_they_are_named():
         microbatch(noisy, 0, 2, CONCAT, rng=3)
 
 
+@pytest.mark.parametrize("held", ["closure", "module", "argument"])
+def test_N21_generators_that_can_be_found_are_replayed(held):
+    generator = torch.Generator().manual_seed(0)
+    net = network()
+    net[1].generator = generator
+
+    def noisy(x, drawn=None):
+        drawn = {"closure": generator, "module": net[1].__dict__.get("generator")}.get(held, drawn)
+        return net(x * torch.randn(len(x), 1, generator=drawn, dtype=x.dtype))
+
+    x = rows(6, 4)
+    output = microbatch(noisy, 0, 2, CONCAT)(x, generator)
+    found = gradients(output, list(net.parameters()))
+    generator.manual_seed(0)
+    by_hand = torch.cat([noisy(x[i : i + 2], generator) for i in range(0, 6, 2)])
+    assert_same(found, gradients(by_hand, list(net.parameters())))
+
+
+def test_arguments_that_change_in_place_are_not_evaluated_again():
+    w = rows(4).requires_grad_()
+
+    def scaled(x):
+        return (x.mul_(2) @ w).square().mean()
+
+    x = rows(6, 4)
+    (wanted,) = torch.autograd.grad(scaled(x.clone()), w)
+    (found,) = torch.autograd.grad(microbatch(scaled, 0, 2, MEAN)(x.clone()), w)
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(MicrobatchError, match=r"changes args\[0\] in place"):
+        microbatch(scaled, 0, 2, MEAN, differentiate="recompute")(x.clone())
+    with pytest.raises(MicrobatchError, match=r"changes args\[1\] in place"):
+        # Under a transformation it shows when it would be evaluated again.
+        weigh = lambda v, x: (x.mul_(2) @ v).square().mean()
+        grad(microbatch(weigh, 1, 2, MEAN))(w.detach(), x.clone())
+
+
 def test_C19_a_tensor_with_a_graph_is_followed_where_it_can_be_found():
     s, x = rows(()).requires_grad_(), rows(6)
     expected = torch.autograd.grad((s.exp() * x).square().sum(), s)

@@ -303,6 +303,18 @@ def test_N19_side_buffers_add_to_what_is_there_and_see_every_leaf():
         assert not p._post_accumulate_grad_hooks
 
 
+def test_N19_side_buffers_leave_the_gradients_of_arguments_alone():
+    weight, scale = (torch.ones(5, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    x = torch.randn(6, 5).bfloat16().requires_grad_()
+    loss_fn = lambda scale, x: (x * weight * scale).sum(1).mean()
+    leaves = [weight, scale, x]
+    wanted = torch.autograd.grad(loss_fn(scale * 1, x), leaves)
+    mb.backward(
+        loss_fn, scale * 1, x, microbatch_size=2, in_dims=(None, 0), accumulator_dtype=torch.float32
+    )
+    assert_same_grads([leaf.grad for leaf in leaves], wanted, rtol=2e-2)
+
+
 def test_N8_adam_gives_the_same_parameters_and_counts_updates_once():
     x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
     results = []
@@ -486,6 +498,21 @@ def test_C19_a_batch_tensor_that_is_a_leaf_gets_its_gradient():
     (wanted,) = torch.autograd.grad(loss_fn(x), [x])
     mb.backward(loss_fn, x, microbatch_size=4)
     torch.testing.assert_close(x.grad, wanted)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_C20_hooks_of_an_argument_see_its_whole_gradient_once(cut):
+    x = torch.randn(6, 5, dtype=torch.float64)
+    leaf = (x if cut else torch.randn(5, dtype=torch.float64)).requires_grad_()
+    loss_fn = (lambda leaf, x: (leaf**2).mean()) if cut else (lambda leaf, x: (x * leaf).mean())
+    loss_fn(leaf, x).backward()
+    wanted, leaf.grad = leaf.grad.clamp(-1e-2, 1e-2), None
+    seen = []
+    leaf.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
+    mb.backward(loss_fn, leaf, x.detach(), microbatch_size=4, in_dims=(0 if cut else None, 0))
+    torch.testing.assert_close(leaf.grad, wanted)
+    assert len(seen) == 1 and torch.equal(seen[0], leaf.grad)
 
 
 def test_C19_in_a_window_too():

@@ -1,9 +1,13 @@
 """What `backward` refuses, before anything has changed, and the way out that each message names."""
 
+import collections
+import dataclasses
 import functools
 import gc
+import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -84,6 +88,39 @@ def test_objects_that_hide_tensors():
     )  # fmt: skip
 
 
+def test_collections_and_slots_that_hide_tensors():
+    @dataclasses.dataclass(slots=True)
+    class Graphs:
+        nodes: torch.Tensor
+
+    for hidden, words in [
+        (Graphs(torch.ones(4)), r"a Graphs that holds a tensor in .nodes"),
+        (collections.deque([torch.ones(4)]), r"a deque that holds a tensor in \[0\]"),
+        (np.ones(4), r"a ndarray of shape \(4,\), not a tensor"),
+    ]:
+        with pytest.raises(microbatch.BatchError, match=words):
+            mb.backward(lambda x, hidden: x.sum(), torch.ones(4), hidden, microbatch_size=2)
+        with pytest.raises(microbatch.BatchError, match=words):
+            mb.microbatch(lambda x, hidden: x.sum(), (0, 1), 2)(torch.ones(4), hidden)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (torch.Tensor.to_sparse, "layout torch.sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "layout torch.sparse_csr"),
+        (torch.Tensor.to_mkldnn, "layout torch._mkldnn"),
+        (lambda x: torch.nested.as_nested_tensor([x, x[:1]], layout=torch.jagged), "nested tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_layouts_without_views_of_rows(make, words):
+    with pytest.raises(microbatch.BatchError, match=words):
+        mb.backward(lambda x: x.sum(), make(torch.ones(4, 2)), microbatch_size=2)
+    with pytest.raises(microbatch.BatchError, match=words):
+        mb.microbatch(lambda x: x.sum(), 0, 2)(make(torch.ones(4, 2)))
+
+
 @pytest.mark.parametrize(
     "returned, words",
     [
@@ -91,6 +128,8 @@ def test_objects_that_hide_tensors():
         (lambda m, x: (square(m, x), 3), "is a tuple, not a tensor"),
         (lambda m, x: square(m, x).item(), "is a float, not a tensor"),
         (lambda m, x: {"a": square(m, x), "logits": m(x)}, "the loss 'logits' has shape"),
+        (lambda m, x: {}, "an empty mapping"),
+        (lambda m, x: types.SimpleNamespace(loss=None, logits=m(x)), r"whose .loss is None"),
     ],
 )
 def test_losses_that_are_not_one(returned, words):
@@ -297,6 +336,17 @@ def test_C20_a_gradient_hook_is_refused_with_the_opt_in(hidden):
     mb.backward(loss_fn, torch.randn(6, 5), microbatch_size=2, allow_hooks=True)
 
 
+def test_C20_a_hook_of_a_leaf_that_only_the_graph_shows():
+    hidden = types.ModuleType("hidden")
+    hidden.w = torch.ones(5, requires_grad=True)
+    hidden.w.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    loss_fn = lambda x: (x @ hidden.w).mean()
+    with pytest.raises(microbatch.HookError, match=r"a leaf of shape \(5,\) has a gradient hook"):
+        mb.backward(loss_fn, torch.randn(6, 5), microbatch_size=2)
+    assert hidden.w.grad is None
+    mb.backward(loss_fn, torch.randn(6, 5), microbatch_size=2, allow_hooks=True)
+
+
 def test_an_optimizer_stepped_in_backward_is_refused():
     model = Net(nn.Identity())
     optimizer = torch.optim.SGD([model.last.weight], lr=0.1)
@@ -420,6 +470,40 @@ def test_other_errors_pass_unchanged_and_leave_gradients_as_they_were():
             microbatch_size=6, accumulator_dtype=torch.float32,
         )  # fmt: skip
     assert untouched(model) and not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_an_interrupt_leaves_gradients_of_arguments_and_of_hidden_leaves_as_they_were():
+    hidden = types.ModuleType("hidden")
+    hidden.w, shared, behind = (torch.ones(5, requires_grad=True) for _ in range(3))
+    x = torch.randn(6, 5, requires_grad=True)
+    calls = []
+
+    def loss_fn(shared, computed, x):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return (x * shared * computed * hidden.w).mean()
+
+    with pytest.raises(KeyboardInterrupt):
+        mb.backward(loss_fn, shared, behind * 2, x, microbatch_size=2, in_dims=(None, None, 0))
+    assert all(leaf.grad is None for leaf in (hidden.w, shared, behind, x))
+
+
+def test_M8_rollback_of_sparse_gradients():
+    embed = nn.Embedding(10, 3, sparse=True)
+    embed(torch.tensor([1])).sum().backward()
+    before = embed.weight.grad.to_dense()
+    calls = []
+
+    def loss_fn(ids):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError
+        return embed(ids).mean()
+
+    with pytest.raises(KeyError):
+        mb.backward(loss_fn, torch.arange(6), microbatch_size=2, rollback=True)
+    torch.testing.assert_close(embed.weight.grad.to_dense(), before)
 
 
 def test_accumulator_dtype_that_is_none():

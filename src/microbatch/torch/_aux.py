@@ -22,7 +22,17 @@ def unpack(where: str, output: Any, has_aux: bool) -> tuple[dict[str | None, tor
     if isinstance(getattr(output, "loss", None), torch.Tensor):
         aux = output if has_aux and aux is None else aux
         output = output.loss
+    elif hasattr(output, "loss") and output.loss is None:
+        raise MicrobatchError(
+            f"{where}: the loss function returned a {type(output).__name__} whose .loss is None.\n"
+            "Give the model labels, or return a tensor of one element."
+        )
     losses = dict(output) if isinstance(output, Mapping) else {None: output}
+    if not losses:
+        raise MicrobatchError(
+            f"{where}: the loss function returned an empty mapping.\n"
+            "Return a tensor of one element, a mapping of them, or an output with a .loss."
+        )
     for key, loss in losses.items():
         label = "the loss" if key is None else f"the loss {key!r}"
         if not isinstance(loss, torch.Tensor):

@@ -1,6 +1,8 @@
 """Which tensors of a call are cut into microbatches, and the cutting."""
 
-from collections.abc import Callable, Sequence
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,16 +102,9 @@ def _dims(where: str, name: str, entry: Any, arg: Any) -> Any:
             raise BatchError(
                 f"{where}: in_dims has {dim!r} for {path}.\nUse an integer, or None for not a batch."
             )
-        if not isinstance(leaf, torch.Tensor):
-            _refuse_hidden(where, path, leaf)
+        refuse_uncuttable(where, path, leaf)
+        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
             return NOT_SPLIT
-        if leaf.ndim == 0:
-            return NOT_SPLIT
-        if leaf.is_nested:
-            raise BatchError(
-                f"{where}: {path} is a nested tensor, which has no rows to cut.\n"
-                "Pad it, or make microbatches yourself and use backward_window."
-            )
         if not -leaf.ndim <= dim < leaf.ndim:
             raise BatchError(
                 f"{where}: {path} has shape {tuple(leaf.shape)} and no dimension {dim}.\n"
@@ -120,19 +115,49 @@ def _dims(where: str, name: str, entry: Any, arg: Any) -> Any:
     return map_prefix(dim_of, entry, arg, is_prefix_leaf=lambda item: item is None)
 
 
-def _refuse_hidden(where: str, path: str, leaf: Any) -> None:
-    try:
-        attributes = vars(leaf)
-    except TypeError:
+def refuse_uncuttable(where: str, path: str, leaf: Any) -> None:
+    """Refuses leaves of a batch that have rows, or hide tensors with rows, and cannot be cut."""
+    if isinstance(leaf, torch.Tensor):
+        _refuse_layout(where, path, leaf)
         return
     if isinstance(leaf, type) or callable(leaf):
         return
-    for name, value in attributes.items():
+    if getattr(leaf, "shape", ()) != () and hasattr(leaf, "__array__"):
+        raise BatchError(
+            f"{where}: {path} is a {type(leaf).__name__} of shape {tuple(leaf.shape)}, not a tensor.\n"
+            "Convert it, for example with torch.as_tensor; or name it None in in_dims if it is not a batch."
+        )
+    for name, value in _held(leaf):
         if isinstance(value, torch.Tensor) and value.ndim:
             raise BatchError(
-                f"{where}: {path} is a {type(leaf).__name__} that holds a tensor in .{name}, which cannot be cut.\n"
+                f"{where}: {path} is a {type(leaf).__name__} that holds a tensor in {name}, which cannot be cut.\n"
                 "Pass its tensors, or a dict of them; or name it None in in_dims if it is not a batch."
             )
+
+
+def _refuse_layout(where: str, path: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise BatchError(
+            f"{where}: {path} is a nested tensor, which has no rows to cut.\n"
+            "Pad it, or make microbatches yourself and use backward_window."
+        )
+    if tensor.layout is not torch.strided:
+        raise BatchError(
+            f"{where}: {path} has the layout {tensor.layout}, of which no view of some rows can be taken.\n"
+            "Use its to_dense(), or make microbatches yourself and use backward_window; or name it None in in_dims if "
+            "it is not a batch."
+        )
+
+
+def _held(item: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, by attribute or as one of its items; no attribute is computed."""
+    if isinstance(item, set | frozenset | deque):
+        yield from ((f"[{i}]", value) for i, value in enumerate(item))
+    for kind in type(item).__mro__:
+        for name in kind.__dict__.get("__slots__", ()):
+            if isinstance(kind.__dict__.get(name), types.MemberDescriptorType):
+                yield f".{name}", getattr(item, name, None)
+    yield from ((f".{name}", value) for name, value in getattr(item, "__dict__", {}).items())
 
 
 def _split_leaves(names: list[str], args: tuple[Any, ...], dims: tuple[Any, ...]) -> list[_Rows]:

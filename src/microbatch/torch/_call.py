@@ -15,7 +15,7 @@ from microbatch._checks import Leaf, Slot, batch_size_of
 from microbatch._errors import AccumulatorError, MicrobatchError
 from microbatch._outputs import Part
 from microbatch._trees import leaves_with_paths, map_leaves, map_prefix
-from microbatch.torch._accumulators import FoldOptions, Layout, refuse_extremes, take
+from microbatch.torch._accumulators import FoldOptions, refuse_extremes
 from microbatch.torch._autocast import Autocast, fresh_casts, restored
 from microbatch.torch._batch import refuse_uncuttable
 from microbatch.torch._captured import (
@@ -28,8 +28,10 @@ from microbatch.torch._captured import (
 )
 from microbatch.torch._discovery import Found, discover
 from microbatch.torch._internals import is_transformed, transforms_active
-from microbatch.torch._program import Output, Place, Program, output_of
+from microbatch.torch._layout import Layout
+from microbatch.torch._program import Output, Program, output_of
 from microbatch.torch._randomness import Randomness
+from microbatch.torch._rows import Place, take
 from microbatch.torch._schedule import Schedule
 
 
@@ -168,16 +170,6 @@ class Call:
         """Finds the flat inputs: rows, arguments and captured tensors that matter, parameters of modules."""
         axes = {(rows.key, rows.leaf): rows.axis for rows in self._arguments.rows}
         named = [*enumerate(self._arguments.args), *self._arguments.kwargs.items()]
-        self._tensors = [
-            (path, leaf)
-            for key, value in named
-            for path, leaf in leaves_with_paths(
-                value, f"args[{key}]" if isinstance(key, int) else key
-            )
-            if isinstance(leaf, torch.Tensor)
-            and not leaf.is_inference()
-            and not is_transformed(leaf)
-        ]
         inputs: list[Input] = []
         for key, value in named:
             for number, (_, leaf) in enumerate(leaves_with_paths(value)):
@@ -248,10 +240,11 @@ class Call:
         if index in self._evaluated:
             self.refuse_change_in_place()
         self._evaluated.add(index)
+        watched = self._watched(leaves)
         # Reading a tensor's version needs no value, so nothing waits for a device.
-        before = [tensor._version for _, tensor in self._tensors]
+        before = [tensor._version for _, tensor in watched]
         output = self.run_function(index, leaves)
-        for (path, tensor), version in zip(self._tensors, before, strict=True):
+        for (path, tensor), version in zip(watched, before, strict=True):
             if tensor._version != version:
                 self._changed = path
         if self.layout is None:
@@ -270,13 +263,26 @@ class Call:
                 )
         return self._carry(index, values)
 
+    def _watched(self, leaves: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """The tensors among the arguments that the function gets, with what to call them."""
+        found: list[tuple[str, torch.Tensor]] = [
+            (_argument_words(entry.argument[0]), leaf)
+            for entry, leaf in zip(self._inputs, leaves, strict=False)
+            if entry.argument is not None
+        ]
+        for key, value in [*enumerate(self._arguments.args), *self._arguments.kwargs.items()]:
+            for path, leaf in leaves_with_paths(value, _argument_words(key)):
+                if isinstance(leaf, torch.Tensor):
+                    found.append((path, leaf))
+        return [(path, tensor) for path, tensor in found if not tensor.is_inference()]
+
     def refuse_change_in_place(self) -> None:
         """Refuses to evaluate again what would now see other arguments."""
         if self._changed is not None:
             raise MicrobatchError(
                 f"{self.where}: the function changes {self._changed} in place, and its derivative evaluates it again, on "
                 "what it has changed.\n"
-                'Change a copy, return the new state (see Carry), or use differentiate="store".'
+                "Change a copy, or return the new state (see Carry)."
             )
 
     def _generators(self, found: Found) -> list[torch.Generator]:
@@ -410,6 +416,10 @@ class Call:
         args = tuple(argument(i, value) for i, value in enumerate(self._arguments.args))
         kwargs = {name: argument(name, value) for name, value in self._arguments.kwargs.items()}
         return args, kwargs
+
+
+def _argument_words(key: int | str) -> str:
+    return f"args[{key}]" if isinstance(key, int) else key
 
 
 def _is_captured(entry: Input) -> bool:

@@ -7,6 +7,7 @@ import torch
 
 from microbatch._trees import map_leaves
 from microbatch.torch._batch import NOT_SPLIT
+from microbatch.torch._internals import acts_after_gradient, acts_on_gradient
 
 
 class CarriedArguments:
@@ -14,7 +15,7 @@ class CarriedArguments:
 
     A tensor that is cut gets its gradient row by row into one buffer (slicing it under autograd would make a gradient
     of the whole batch's size per microbatch); one that is not is detached once for all microbatches. A leaf that is not
-    cut, such as a parameter, is left alone.
+    cut, such as a parameter, is left alone, unless it has hooks: they are for the whole gradient.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class CarriedArguments:
         def piece_of(leaf: Any, dim: int) -> Any:
             is_tensor = isinstance(leaf, torch.Tensor)
             if dim == NOT_SPLIT:
-                return self._detached(leaf) if is_tensor and leaf.grad_fn is not None else leaf
+                return self._detached(leaf) if is_tensor and _is_taken_over(leaf) else leaf
             if not leaf.requires_grad:
                 return leaf.narrow(dim, start, stop - start)
             if id(leaf) not in self._rows:
@@ -47,9 +48,13 @@ class CarriedArguments:
                 rows.add_(piece.grad)
         self._pieces = []
 
-    def leaves(self) -> Sequence[torch.Tensor]:
-        """The leaves of the current microbatch that stand for carried arguments."""
-        return [piece for piece, _ in self._pieces] + [d for _, d in self._shared.values()]
+    def pieces(self) -> list[torch.Tensor]:
+        """The leaves of the current microbatch that stand for rows."""
+        return [piece for piece, _ in self._pieces]
+
+    def shared(self) -> list[torch.Tensor]:
+        """The leaves that stand for carried arguments in all microbatches."""
+        return [detached for _, detached in self._shared.values()]
 
     def finish(self, inputs: Sequence[torch.Tensor] | None = None) -> None:
         """One backward into the graphs that the arguments came with."""
@@ -61,7 +66,7 @@ class CarriedArguments:
             is_leaf = tensor.grad_fn is None
             if is_leaf and inputs is not None and all(tensor is not leaf for leaf in inputs):
                 continue
-            if is_leaf and tensor.grad is None:
+            if is_leaf and tensor.grad is None and not _has_hooks(tensor):
                 tensor.grad = grad  # As it is: autograd would copy it.
             else:
                 roots.append(tensor)
@@ -73,3 +78,11 @@ class CarriedArguments:
         if id(tensor) not in self._shared:
             self._shared[id(tensor)] = (tensor, tensor.detach().requires_grad_())
         return self._shared[id(tensor)][1]
+
+
+def _is_taken_over(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is not None or (tensor.requires_grad and _has_hooks(tensor))
+
+
+def _has_hooks(leaf: torch.Tensor) -> bool:
+    return acts_on_gradient(leaf) or acts_after_gradient(leaf)

@@ -8,19 +8,21 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from microbatch._accumulation import AccumulationType, Accumulator, Carry, as_accumulator
+from microbatch._accumulation import AccumulationType, Accumulator, Carry, is_accumulator
 from microbatch._errors import AccumulatorError, GraphError, MicrobatchError
 from microbatch._trees import leaves_with_paths, map_leaves, map_subtrees
-from microbatch.torch._accumulators import FoldOptions, Layout, make_fold
+from microbatch.torch._accumulators import FoldOptions, make_fold
 from microbatch.torch._autocast import Autocast
 from microbatch.torch._call import Arguments, Call
 from microbatch.torch._discovery import Found
 from microbatch.torch._gradient_sums import GradientSums
 from microbatch.torch._guards import Guard
 from microbatch.torch._internals import Reached, transforms_active
+from microbatch.torch._layout import Layout
 from microbatch.torch._program import Microbatched, Program
 from microbatch.torch._randomness import Randomness
 from microbatch.torch._schedule import Schedule
+from microbatch.torch._tensors import type_words
 
 Differentiate = Literal["auto", "in_forward", "recompute", "store"]
 DIFFERENTIATE = ("auto", "in_forward", "recompute", "store")
@@ -144,9 +146,7 @@ class _Probed:
             if output.kind not in (AccumulationType.SUM, AccumulationType.MEAN):
                 return f"{output.path} has {output.kind.name}"
             if value.ndim or not value.dtype.is_floating_point:
-                return (
-                    f"{output.path} is {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-                )
+                return f"{output.path} is {type_words(value)}"
         for name, module in self._found.modules.values():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 if module.find_unused_parameters:
@@ -432,7 +432,7 @@ def _entries(accumulator: Any) -> list[Any]:
         lambda entry, path, _: found.append(entry),
         accumulator,
         accumulator,
-        is_prefix_leaf=lambda entry: as_accumulator(entry) is not None,
+        is_prefix_leaf=is_accumulator,
     )
     return found
 

@@ -23,7 +23,7 @@ class Found:
     """Every module, submodules included, by identity, with its name."""
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     objects: list[tuple[str, Any]] = field(default_factory=list)
-    """Anything else with attributes: optimizers, accelerators."""
+    """Anything else: optimizers, accelerators, generators."""
     compiled: bool = False
     """Whether something was wrapped by `torch.compile`."""
     _leaves: tuple[tuple[int, int], list[tuple[str, torch.Tensor]]] | None = None
@@ -93,7 +93,7 @@ def _visit(found: Found, seen: set[int], name: str, item: Any, depth: int) -> No
         # What a module holds beside its submodules, as a LightningModule may.
         for key, value in vars(item).items():
             if not key.startswith("_") and isinstance(
-                value, nn.Module | torch.Tensor | list | tuple | dict
+                value, nn.Module | torch.Tensor | torch.Generator | list | tuple | dict
             ):
                 visit(f"{name}.{key}", value, depth - 1)
     elif isinstance(item, torch.Tensor):
@@ -134,6 +134,8 @@ def _visit_function(
             visit(name, cell.cell_contents, depth - 1)
         except ValueError:  # a name that is not bound yet
             continue
+    for value in (*(fun.__defaults__ or ()), *(fun.__kwdefaults__ or {}).values()):
+        visit(f"a default of {fun.__name__}", value, depth - 1)
     for name in _global_names(fun.__code__):
         if name in fun.__globals__:
             value = fun.__globals__[name]
@@ -149,7 +151,7 @@ def _visit_object(
     found: Found, visit: Callable[..., None], name: str, item: Any, depth: int
 ) -> None:
     if type(item).__module__.partition(".")[0] in ("torch", "numpy", "jax"):
-        if isinstance(item, torch.optim.Optimizer):
+        if isinstance(item, torch.optim.Optimizer | torch.Generator):
             found.objects.append((name, item))
         return
     attributes = getattr(item, "__dict__", None)

@@ -18,28 +18,32 @@ class Restorer:
     def __init__(self, copies: bool) -> None:
         self._copies = copies
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._known: dict[int, torch.Tensor] = {}
         self.incomplete = False
         """Whether a gradient that existed before has no copy."""
 
-    def add(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Remembers the gradients of `leaves`."""
-        for leaf in leaves:
-            if id(leaf) in self._before:
-                continue
+    def add(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Remembers the gradients of `leaves`; returns those that were not known."""
+        new = list({id(leaf): leaf for leaf in leaves if id(leaf) not in self._known}.values())
+        for leaf in new:
+            self._known[id(leaf)] = leaf
             if leaf.grad is None:
                 self._before[id(leaf)] = (leaf, None)
             elif self._copies:
                 self._before[id(leaf)] = (leaf, leaf.grad.detach().clone())
             else:
                 self.incomplete = True
+        return new
 
     def restore(self) -> None:
         """Puts back what was remembered."""
         for leaf, before in self._before.values():
             if before is None:
                 leaf.grad = None
-            elif leaf.grad is not None:
+            elif leaf.grad is not None and leaf.grad.layout is before.layout is torch.strided:
                 leaf.grad.detach().copy_(before)
+            else:  # A sparse gradient takes no values through a detached view of it.
+                leaf.grad = before
 
 
 @contextmanager
@@ -93,6 +97,14 @@ class WideSums:
             if leaf.grad is not None:
                 self._earlier[id(leaf)] = (leaf, leaf.grad)
                 leaf.grad = None
+
+    def settle(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Casts the sums of these leaves already, and sums nothing more for them."""
+        for leaf in leaves:
+            if id(leaf) in self._handles:
+                self._handles.pop(id(leaf)).remove()
+            if id(leaf) in self._sums:
+                leaf.grad = self._sums.pop(id(leaf))[1].to(leaf.dtype)
 
     def finish(self) -> None:
         """Casts the sums into ``.grad``, together with what was there before."""

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from microbatch._errors import DistributedError, HookError, RowMixingError
 from microbatch.torch._discovery import Found
+from microbatch.torch._internals import acts_after_gradient, acts_on_gradient
 
 _SMALL_BYTES = 1 << 20
 _seen_unchanged: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
@@ -55,6 +56,12 @@ class Guard:
         if not self._allow_hooks:
             for name, leaf in self._found.named_leaves():
                 _check_leaf(self._where, name, leaf)
+
+    def check_leaves(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Refuses hooks on leaves that only the graph of a loss shows."""
+        if not self._allow_hooks:
+            for leaf in leaves:
+                _check_leaf(self._where, f"a leaf of shape {tuple(leaf.shape)}", leaf)
 
     @contextmanager
     def first_microbatch(self) -> Generator[None]:
@@ -171,15 +178,13 @@ class _Buffer:
 
 
 def _check_leaf(where: str, name: str, leaf: torch.Tensor) -> None:
-    # No public way lists hooks; a test registers one of each kind and fails when these names move.
-    after = getattr(leaf, "_post_accumulate_grad_hooks", None)
-    if getattr(leaf, "_in_backward_optimizers", None) or after:
+    if acts_after_gradient(leaf):
         raise HookError(
             f"{where}: {name} has a hook after its gradient is accumulated (an optimizer stepped in backward?); it "
             "would run once per microbatch, on part of the gradient.\n"
             "Remove it and step after the call, or accept that with allow_hooks=True."
         )
-    if getattr(leaf, "_backward_hooks", None):
+    if acts_on_gradient(leaf):
         raise HookError(
             f"{where}: {name} has a gradient hook; it would act on each microbatch's share, not on the gradient.\n"
             "Remove it and change .grad after the call, or accept that with allow_hooks=True (right for hooks that "

@@ -57,6 +57,17 @@ def _type_of_leaves() -> type:
         return type(_leaf().view(()).grad_fn.next_functions[0][0])
 
 
+def acts_on_gradient(leaf: torch.Tensor) -> bool:
+    """Whether a hook sees the leaf's gradient before it is accumulated; no public function tells."""
+    return bool(getattr(leaf, "_backward_hooks", None))
+
+
+def acts_after_gradient(leaf: torch.Tensor) -> bool:
+    """Whether a hook, or an optimizer in backward, runs once the leaf's gradient is accumulated."""
+    after = getattr(leaf, "_post_accumulate_grad_hooks", None)
+    return bool(getattr(leaf, "_in_backward_optimizers", None) or after)
+
+
 @contextmanager
 def own_hooks_only(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """Takes the users' gradient hooks off for the while: they are for the whole gradient, which comes later."""

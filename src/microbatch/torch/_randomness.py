@@ -1,6 +1,6 @@
 """Random numbers that are drawn again: the state of every generator before each microbatch, kept where it was drawn from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,11 @@ class Randomness:
                 'Use "replay", None where nothing random is drawn, or the torch.Generator objects that are drawn from.'
             )
         self._states: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+
+    def add(self, generators: Iterable[torch.Generator]) -> None:
+        """Further generators that the function may draw from."""
+        known = (*self._generators, torch.default_generator)
+        self._generators += tuple(g for g in generators if all(g is not k for k in known))
 
     @contextmanager
     def microbatch(self, index: int) -> Iterator[None]:
