@@ -5,11 +5,11 @@ A kind is three functions of one output leaf. They are written here once, over t
 """
 
 import enum
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from microbatch._checks import signature_of
 from microbatch._errors import AccumulatorError
 
 
@@ -58,10 +58,8 @@ class Accumulator:
     @property
     def takes_weight(self) -> bool:
         """Whether `update` has a parameter ``weight``."""
-        try:
-            return "weight" in inspect.signature(self.update).parameters
-        except ValueError:
-            return False  # a builtin without a signature
+        signature = signature_of(self.update)
+        return signature is not None and "weight" in signature.parameters
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,11 @@ def as_accumulator(value: Any) -> AccumulationType | Accumulator | Carry | None:
     ):
         return Accumulator(value.init, value.update, value.finalize, value.aggregate)
     return None
+
+
+def is_accumulator(value: Any) -> bool:
+    """Whether `value` is one accumulator, not a tree of them."""
+    return as_accumulator(value) is not None
 
 
 class ArrayOps(Protocol):

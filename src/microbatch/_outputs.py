@@ -10,6 +10,7 @@ from microbatch._accumulation import (
     Accumulator,
     Carry,
     as_accumulator,
+    is_accumulator,
 )
 from microbatch._errors import AccumulatorError, MicrobatchError
 from microbatch._trees import leaves_with_paths, map_leaves, map_subtrees, structure_words
@@ -35,7 +36,7 @@ def canonical(where: str, accumulator: Any) -> Any:
             )
         return found
 
-    return map_subtrees(known, accumulator, accumulator, is_prefix_leaf=_is_accumulator)
+    return map_subtrees(known, accumulator, accumulator, is_prefix_leaf=is_accumulator)
 
 
 def parts_of(where: str, accumulator: Any, output: Any) -> list[Part]:
@@ -49,7 +50,7 @@ def parts_of(where: str, accumulator: Any, output: Any) -> list[Part]:
             parts.append(Part(entry, path, subtree))
 
     try:
-        map_subtrees(collect, accumulator, output, "output", is_prefix_leaf=_is_accumulator)
+        map_subtrees(collect, accumulator, output, "output", is_prefix_leaf=is_accumulator)
     except AccumulatorError:
         raise
     except MicrobatchError as error:
@@ -71,7 +72,7 @@ def assemble(accumulator: Any, output: Any, results: Sequence[Any]) -> Any:
             return map_leaves(lambda _: next(remaining), subtree)
         return next(remaining)
 
-    return map_subtrees(place, accumulator, output, is_prefix_leaf=_is_accumulator)
+    return map_subtrees(place, accumulator, output, is_prefix_leaf=is_accumulator)
 
 
 def check_can_average(
@@ -119,7 +120,3 @@ def changed_type(
         f"{where}: {path} is {now} in {place} and {before} before it; {kind.name} cannot "
         f"combine them.\n{advice}"
     )
-
-
-def _is_accumulator(entry: Any) -> bool:
-    return as_accumulator(entry) is not None

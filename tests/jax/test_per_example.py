@@ -226,6 +226,46 @@ def test_ones_own_accumulator_needs_an_aggregate():
         micro_vmap(lambda x: x, accumulator=Accumulator(*[lambda *a: None] * 3))
 
 
+def test_ones_own_result_keeps_its_dtype_beside_weights():
+    """Sums are widened and narrowed again; what an accumulator of one's own makes is left as it is."""
+    positive = Accumulator(
+        init=lambda spec: jnp.zeros(spec.shape, spec.dtype),
+        update=lambda carry, value, index: carry + value,
+        finalize=lambda carry: carry > 0,
+        aggregate=lambda values: values.sum(0),
+    )
+    x = jnp.arange(4, dtype=jnp.bfloat16)
+    mapped = micro_vmap(
+        lambda x: (x, x, x),
+        microbatch_size=2,
+        accumulator=(positive, Kind.MEAN, Kind.CONCAT),
+        weight_fn=lambda x: x < 2,
+    )
+    is_positive, mean, rows = mapped(x)
+    assert is_positive.dtype == jnp.bool_ and is_positive
+    assert (mean.dtype, float(mean)) == (jnp.bfloat16, 0.5)
+    assert (rows.dtype, rows.tolist()) == (jnp.bfloat16, [0.0, 1.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_N11_no_examples_have_a_mean_of_zero(size):
+    mapped = micro_vmap(lambda x: (x, x), accumulator=(Kind.MEAN, Kind.SUM), microbatch_size=size)
+    assert [float(x) for x in mapped(jnp.zeros(0))] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_examples_that_do_not_agree_are_refused_by_name(size):
+    add = lambda key, x, y: x + y
+    mapped = micro_vmap(add, (None, 0, 0), microbatch_size=size, key_argnums=0)
+    with pytest.raises(BatchError, match=r"(?s)micro_vmap\(<lambda>\): .*  x: 4 .*  y: 2 "):
+        mapped(jax.random.key(0), jnp.zeros(4), jnp.zeros(2))
+    with pytest.raises(BatchError, match="x is a scalar"):
+        mapped(jax.random.key(0), 1.0, jnp.zeros(2))
+    weighted = micro_vmap(add, microbatch_size=size, weight_fn=lambda key, x, y: jnp.ones(3))
+    with pytest.raises(ValueError, match="Return one real number per example"):
+        weighted(jnp.zeros(4), jnp.zeros(4), jnp.zeros(4))
+
+
 def test_refusals_name_the_way_out():
     with pytest.raises(AccumulatorError, match="out_axes=1"):
         micro_vmap(lambda x: x, out_axes=1, accumulator=Kind.SUM)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from microbatch._accumulation import Accumulator, Carry, as_accumulator
+from microbatch._accumulation import Accumulator, Carry, as_accumulator, is_accumulator
 from microbatch._checks import check_choice, check_declared, check_size
 from microbatch._errors import MicrobatchError, MicrobatchSizeError
 from microbatch._splitting import Auto, Order, Remainder, Split
@@ -80,8 +80,7 @@ def carries_of(accumulator: Any) -> list[Carry]:
 
 def accumulators_of(tree: Any) -> list[Any]:
     """The entries of a tree of accumulators, in this library's types."""
-    is_leaf = lambda value: as_accumulator(value) is not None
-    return [as_accumulator(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_leaf)]
+    return [as_accumulator(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_accumulator)]
 
 
 def real_count(where: str, value: Any) -> Any:

@@ -15,6 +15,7 @@ from microbatch._accumulation import (
     Accumulator,
     Carry,
     as_accumulator,
+    is_accumulator,
 )
 from microbatch._errors import AccumulatorError
 from microbatch._outputs import (
@@ -86,15 +87,14 @@ def plan_outputs(where: str, accumulator: Any, tree: Any, tail_tree: Any | None)
       tree: the output's types in a full microbatch.
       tail_tree: the same in the tail; None without one.
     """
-    is_leaf = lambda value: as_accumulator(value) is not None
     try:
-        entries, treedef = jax.tree_util.tree_flatten_with_path(accumulator, is_leaf=is_leaf)
+        entries, treedef = jax.tree_util.tree_flatten_with_path(accumulator, is_leaf=is_accumulator)
         subtrees = treedef.flatten_up_to(tree)
         tails = [None] * len(entries) if tail_tree is None else treedef.flatten_up_to(tail_tree)
     except ValueError as error:
         raise AccumulatorError(
             f"{where}: the accumulator is not a prefix of the output.\n"
-            f"  accumulator: {jax.tree.structure(accumulator, is_leaf=is_leaf)}\n"
+            f"  accumulator: {jax.tree.structure(accumulator, is_leaf=is_accumulator)}\n"
             f"  output:      {jax.tree.structure(tree)}\n"
             "Give one accumulator for the whole output, or one per part of it."
         ) from error

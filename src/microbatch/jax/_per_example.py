@@ -3,34 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from microbatch._accumulation import (
-    MEANS,
-    AccumulationType,
-    Accumulator,
-    Carry,
-    as_accumulator,
-)
-from microbatch._checks import as_argnums, check_choice, name_of, signature_of
-from microbatch._errors import AccumulatorError, BatchError
-from microbatch._splitting import Auto, Order, Remainder, make_split
-from microbatch.jax._accumulators import SUM, carry_dtype, highest, lowest
+from microbatch._checks import as_argnums, name_of
+from microbatch._errors import BatchError
+from microbatch._splitting import Auto, Order, Remainder
+from microbatch.jax._accumulators import CONCAT, SUM
 from microbatch.jax._differentiate import Differentiate
-from microbatch.jax._factored import Explanation, evaluate, explain
-from microbatch.jax._microbatch import run
-from microbatch.jax._options import Options, accumulators_of, checked
-from microbatch.jax._stateful import evaluated
-
-Engine = Literal["auto", "factored", "vmap"]
-Norms = Literal["gram", "safe"]
-CONCAT = AccumulationType.CONCAT
-ROW_INDEX = "index of the row in the batch"
+from microbatch.jax._examples import Engine, Norms, Spec, check, explain_examples, run_examples
 
 
 class Aux(NamedTuple):
@@ -105,7 +89,7 @@ def micro_vmap(
     >>> micro_vmap(lambda x: x**2, microbatch_size=2)(jnp.arange(4)).tolist()
     [0, 1, 4, 9]
     """
-    spec = _Spec(
+    spec = Spec(
         where=f"micro_vmap({name_of(fun)})",
         fun=fun,
         in_axes=in_axes,
@@ -127,13 +111,13 @@ def micro_vmap(
             "memory_budget": memory_budget,
         },
     )
-    _check(spec)
+    check(spec)
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return _run(spec, args, kwargs)
+        return run_examples(spec, args, kwargs)
 
-    mapped.explain = lambda *args, **kwargs: _explain(spec, args, kwargs)
+    mapped.explain = lambda *args, **kwargs: explain_examples(spec, args, kwargs)
     return mapped
 
 
@@ -231,7 +215,7 @@ def micro_grad(
     def example_weight(*args: Any, **kwargs: Any) -> Any:
         return weight_fn(*as_batch_of_one(args), **kwargs)
 
-    spec = _Spec(
+    spec = Spec(
         where=where,
         fun=functools.wraps(fun)(example_grad),
         in_axes=batch,
@@ -253,270 +237,23 @@ def micro_grad(
             "memory_budget": memory_budget,
         },
     )
-    _check(spec)
+    check(spec)
 
-    def of_call(args: tuple[Any, ...]) -> _Spec:
+    def of_call(args: tuple[Any, ...]) -> Spec:
         in_axes = tuple(0 if i in batch else None for i in range(len(args)))
         return dataclasses.replace(spec, in_axes=in_axes)
 
     @functools.wraps(fun)
     def gradients_of(*args: Any, **kwargs: Any) -> tuple[Any, Aux]:
-        return _run(of_call(args), args, kwargs)
+        return run_examples(of_call(args), args, kwargs)
 
-    gradients_of.explain = lambda *args, **kwargs: _explain(of_call(args), args, kwargs)
+    gradients_of.explain = lambda *args, **kwargs: explain_examples(of_call(args), args, kwargs)
     return gradients_of
-
-
-@dataclass(frozen=True)
-class _Spec:
-    """A per-example transformation: what `micro_vmap` was asked for."""
-
-    where: str
-    fun: Callable[..., Any]
-    in_axes: Any
-    out_axes: Any
-    vmap_fn: Callable[..., Any]
-    accumulator: Any
-    weight_fn: Callable[..., Any] | None
-    key_argnums: tuple[int, ...]
-    engine: Engine
-    norms: Norms
-    options: dict[str, Any]
-
-
-def _check(spec: _Spec) -> None:
-    where = spec.where
-    check_choice(where, "engine", spec.engine, ("auto", "factored", "vmap"))
-    check_choice(where, "norms", spec.norms, ("gram", "safe"))
-    moved = any(axis != 0 for axis in jax.tree.leaves(spec.out_axes))
-    kinds = accumulators_of(spec.accumulator)
-    if moved and any(kind is not CONCAT for kind in kinds):
-        raise AccumulatorError(
-            f"{where}: out_axes={spec.out_axes!r} needs the examples side by side, and the accumulator is not CONCAT.\n"
-            "Use out_axes=0, or accumulator=CONCAT."
-        )
-    for kind in kinds:
-        if isinstance(kind, Carry):
-            raise AccumulatorError(
-                f"{where}: Carry hands one microbatch's state to the next, and examples are mapped independently.\n"
-                "Use microbatch for it."
-            )
-        if isinstance(kind, Accumulator) and kind.aggregate is None:
-            raise AccumulatorError(
-                f"{where}: the custom accumulator has no aggregate, which combines the examples of a microbatch.\n"
-                "Give it one: a function of [m, ...]."
-            )
-
-
-def _run(spec: _Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One call: examples to microbatches' outputs (`reduced`), those to the batch's (`run`)."""
-    in_axes = _axes_per_argument(spec, len(args))
-    weighted = spec.weight_fn is not None
-    kind_of = functools.partial(_kind_in_loop, weighted)
-    is_leaf = lambda value: as_accumulator(value) is not None
-    kinds = jax.tree.map(as_accumulator, spec.accumulator, is_leaf=is_leaf)
-    in_loop = jax.tree.map(kind_of, kinds)
-    dtypes: list[Any] = []
-
-    def weights_of(args: Any, kwargs: Any) -> jax.Array:
-        kwargs = {name: value for name, value in kwargs.items() if name != ROW_INDEX}
-        weights = jax.vmap(lambda a, k: spec.weight_fn(*a, **k), (in_axes, 0))(args, kwargs)
-        return jax.lax.stop_gradient(jnp.asarray(weights, jnp.result_type(float)))
-
-    def reduced(*args: Any, **kwargs: Any) -> Any:
-        rows = kwargs.pop(ROW_INDEX, None)
-        weights = weights_of(args, kwargs) if weighted else None
-        out = _on_examples(spec, rows, args, kwargs, in_axes, weights, kinds)
-        if not weighted:
-            return out
-        # Sums stay in the accumulator's dtype until they are divided.
-        dtypes[:] = [leaf.dtype for leaf in jax.tree.leaves(out)]
-        wide = jax.tree.map(lambda x: x.astype(carry_dtype(SUM, x.dtype)), out)
-        return wide, jnp.sum(weights)
-
-    def any_weight(*args: Any, **kwargs: Any) -> jax.Array:
-        return jnp.count_nonzero(weights_of(args, kwargs))
-
-    if spec.key_argnums:
-        size = _batch_size(args, kwargs, in_axes)
-        kwargs = {**kwargs, ROW_INDEX: jnp.arange(size)}
-    if spec.options["microbatch_size"] is None and spec.options["num_microbatches"] is None:
-        out = reduced(*args, **kwargs)
-    else:
-        mapped = [i for i, axes in enumerate(in_axes) if jax.tree.leaves(axes)]
-        options = Options(
-            where=spec.where,
-            signature=signature_of(spec.fun),
-            argnums=tuple(mapped),
-            argnames=tuple(kwargs),
-            in_axes=(*(in_axes[i] for i in mapped), *(0 for _ in kwargs)),
-            accumulator=(in_loop, SUM) if weighted else in_loop,
-            weight_fn=any_weight if weighted else None,
-            key_argnums=(),
-            checkpoint_policy=None,
-            **spec.options,
-        )
-        out = run(reduced, checked(options, declared=False), args, kwargs)
-    if weighted:
-        out = _divided(kinds, *out, dtypes)
-    return _moved(spec.out_axes, out)
-
-
-def _on_examples(
-    spec: _Spec,
-    rows: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    in_axes: tuple[Any, ...],
-    weights: Any,
-    kinds: Any,
-) -> Any:
-    """One microbatch: `fun` on each example, the examples' outputs combined."""
-    out = evaluate(*_mapped(spec, rows, args, kwargs, in_axes), **_how(spec, weights, kinds))
-    if weights is not None:
-        return out
-    size = _batch_size(args, kwargs, in_axes)
-    mean = lambda kind, part: jax.tree.map(lambda x: x / size, part) if kind in MEANS else part
-    return jax.tree.map(mean, kinds, out)
-
-
-def _explain(spec: _Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
-    """How one microbatch's statistics are computed; from shapes alone."""
-    in_axes = _axes_per_argument(spec, len(args))
-    is_leaf = lambda value: as_accumulator(value) is not None
-    kinds = jax.tree.map(as_accumulator, spec.accumulator, is_leaf=is_leaf)
-    batch_size = _batch_size(args, kwargs, in_axes)
-    given = spec.options["microbatch_size"], spec.options["num_microbatches"]
-    size = batch_size
-    if isinstance(given[0], int) or given[1] is not None:
-        size = min(make_split(batch_size, *given, remainder="allow").microbatch_size, batch_size)
-
-    def of_microbatch(axis: Any, part: Any) -> Any:
-        def describe(leaf: Any) -> Any:
-            at = axis % leaf.ndim
-            return jax.ShapeDtypeStruct((*leaf.shape[:at], size, *leaf.shape[at + 1 :]), leaf.dtype)
-
-        return part if axis is None else jax.tree.map(describe, part)
-
-    args, kwargs = jax.tree.map(
-        of_microbatch, (in_axes, 0), (args, kwargs), is_leaf=lambda axis: axis is None
-    )
-    rows = jax.ShapeDtypeStruct((size,), jnp.int32) if spec.key_argnums else None
-    weights = None if spec.weight_fn is None else jax.ShapeDtypeStruct((size,), jnp.float32)
-    return explain(*_mapped(spec, rows, args, kwargs, in_axes), **_how(spec, weights, kinds))
-
-
-def _mapped(
-    spec: _Spec, rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """The function of one example, its arguments and their axes, as the engine takes them."""
-
-    def example(row: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        folded = lambda key: jax.random.fold_in(key, row)
-        args = tuple(
-            jax.tree.map(folded, a) if i in spec.key_argnums else a for i, a in enumerate(args)
-        )
-        return evaluated(spec.where, spec.fun, args, kwargs)
-
-    return example, (rows, args, kwargs), (None if rows is None else 0, in_axes, 0)
-
-
-def _how(spec: _Spec, weights: Any, kinds: Any) -> dict[str, Any]:
-    """How the engine maps and combines."""
-    is_vmap = spec.vmap_fn is jax.vmap or getattr(spec.vmap_fn, "func", None) is jax.vmap
-    # Collectives over the examples need the axis that only a real vmap has.
-    is_named = "axis_name" in getattr(spec.vmap_fn, "keywords", {})
-    return {
-        "aggregate": jax.tree.map(functools.partial(_aggregation, weights), kinds),
-        "weight": weights,
-        "engine": spec.engine if is_vmap and not is_named else "vmap",
-        "norms": spec.norms,
-        "vmap_fn": spec.vmap_fn if is_vmap else lambda f, in_axes: spec.vmap_fn(f, in_axes, 0),
-    }
-
-
-def _aggregation(weights: Any, kind: Any) -> Any:
-    """How the examples of one microbatch combine, for the engine."""
-    kept = lambda x, other: (
-        x if weights is None else jnp.where(_column(weights != 0, x), x, other(x.dtype))
-    )
-    match kind:
-        case AccumulationType.SUM:
-            return "sum"
-        case AccumulationType.MEAN | AccumulationType.RUNNING_MEAN:
-            return "mean"
-        case AccumulationType.CONCAT:
-            return "stack"
-        case AccumulationType.MAX:
-            return lambda x: jnp.max(kept(x, lowest), 0)
-        case AccumulationType.MIN:
-            return lambda x: jnp.min(kept(x, highest), 0)
-        case AccumulationType.LAST:
-            if weights is None:
-                return lambda x: x[-1]
-            last = jnp.max(jnp.where(weights != 0, jnp.arange(weights.shape[0]), 0))
-            return lambda x: x[last]
-    return lambda x: jax.tree.map(kind.aggregate, x)
-
-
-def _kind_in_loop(weighted: bool, kind: Any) -> Any:
-    """How microbatches combine: weighted means are sums that are divided at the end."""
-    return SUM if weighted and kind in MEANS else kind
-
-
-def _divided(kinds: Any, sums: Any, total: jax.Array, dtypes: list[Any]) -> Any:
-    safe = jnp.where(total == 0, 1, total)
-
-    def divide(kind: Any, part: Any) -> Any:
-        if kind not in MEANS:
-            return part
-        return jax.tree.map(lambda x: x / safe.astype(jnp.real(x).dtype), part)
-
-    leaves, treedef = jax.tree.flatten(jax.tree.map(divide, kinds, sums))
-    if len(leaves) == len(dtypes):
-        leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-    return treedef.unflatten(leaves)
-
-
-def _moved(out_axes: Any, out: Any) -> Any:
-    """CONCAT's examples from axis 0 to where they were asked for."""
-    if not any(axis != 0 for axis in jax.tree.leaves(out_axes)):
-        return out
-    move = lambda axis, part: jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), part)
-    return jax.tree.map(move, out_axes, out)
-
-
-def _axes_per_argument(spec: _Spec, count: int) -> tuple[Any, ...]:
-    in_axes = spec.in_axes
-    if not isinstance(in_axes, list | tuple):
-        return (in_axes,) * count
-    if len(in_axes) != count:
-        raise BatchError(
-            f"{spec.where}: in_axes={in_axes!r} has {len(in_axes)} entries for {count} positional arguments.\n"
-            "Give one entry per positional argument, None for one that is not mapped."
-        )
-    return tuple(in_axes)
-
-
-def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: tuple[Any, ...]) -> int:
-    """Examples in the arguments, of which the checks have seen that they agree."""
-    sizes: list[int] = []
-
-    def note(axis: Any, part: Any) -> None:
-        if axis is not None:
-            sizes.extend(leaf.shape[axis] for leaf in jax.tree.leaves(part))
-
-    jax.tree.map(note, (in_axes, 0), (args, kwargs), is_leaf=lambda axis: axis is None)
-    return sizes[0] if sizes else 0
 
 
 def _named(path: Any, gradient: jax.Array) -> jax.Array:
     """`gradient` under the name that `explain` prints."""
     return checkpoint_name(gradient, f"gradient{jax.tree_util.keystr(path)}")
-
-
-def _column(mask: jax.Array, like: jax.Array) -> jax.Array:
-    return mask.reshape(mask.shape + (1,) * (like.ndim - 1))
 
 
 def _with_no_aux(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from microbatch._accumulation import AccumulationType, as_accumulator
+from microbatch._accumulation import AccumulationType, as_accumulator, is_accumulator
 from microbatch._checkpoint import Checkpoint, Progress
 from microbatch._checks import name_of
 from microbatch._errors import AccumulatorError
 from microbatch.jax._accumulators import checked_dtype
-from microbatch.jax._stream_fold import Folding, is_accumulator
+from microbatch.jax._stream_fold import Folding
 from microbatch.jax._stream_program import Settings
 
 

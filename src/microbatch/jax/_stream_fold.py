@@ -14,6 +14,7 @@ from microbatch._accumulation import (
     Accumulator,
     Carry,
     as_accumulator,
+    is_accumulator,
 )
 from microbatch._checkpoint import (
     Checkpoint,
@@ -27,6 +28,7 @@ from microbatch._outputs import check_can_weigh
 from microbatch.jax._accumulators import CONCAT
 from microbatch.jax._binding import is_array
 from microbatch.jax._host_rows import HostRows, targets_of
+from microbatch.jax._options import accumulators_of
 from microbatch.jax._stream_leaves import (
     as_array,
     like_saved,
@@ -60,7 +62,7 @@ class Folding:
         self._ran = 0
         self._landing: deque[tuple[Any, list[Any]]] = deque()
         self._programs: dict[Any, Program] = {}
-        self._entries = _entries(settings.accumulator)
+        self._entries = accumulators_of(settings.accumulator)
         self._bind(args)
 
     def read(self, element: Any) -> tuple[list[Any], Any]:
@@ -257,16 +259,6 @@ class Folding:
                     f"{self.where}: microbatch {self.position} holds {path} = {leaf!r:.60}, which is not an array.\n"
                     "Leave it out: microbatches=((batch['x'], batch['y']) for batch in loader)."
                 )
-
-
-def _entries(accumulator: Any) -> list[Any]:
-    leaves = jax.tree.leaves(accumulator, is_leaf=is_accumulator)
-    return [as_accumulator(leaf) for leaf in leaves]
-
-
-def is_accumulator(value: Any) -> bool:
-    """Whether `value` is one accumulator, not a tree of them."""
-    return as_accumulator(value) is not None
 
 
 def _accumulator_words(entry: Any) -> str:
