@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from microbatch._accumulation import accumulates_wider
 from microbatch._gradient_accumulation import first_gradients
 from microbatch._trees import leaves_with_paths, map_leaves
+from microbatch.torch._tensors import carry_dtype
 
 
 def gradient_accumulation(micro_batches_grads: Iterable[Any], accumulation_steps: int) -> Any:
@@ -43,8 +43,7 @@ def gradient_accumulation(micro_batches_grads: Iterable[Any], accumulation_steps
 
 def _mean(first: Any, *others: Any) -> torch.Tensor:
     tensor = torch.as_tensor(first)
-    narrow = accumulates_wider(str(tensor.dtype).removeprefix("torch."))
-    total = tensor.to(torch.float32 if narrow else tensor.dtype, copy=True)
+    total = tensor.to(carry_dtype(tensor.dtype, None), copy=True)
     for other in others:
         total += other
     return (total / (1 + len(others))).to(tensor.dtype)

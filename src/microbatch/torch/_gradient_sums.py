@@ -8,8 +8,8 @@ import torch
 
 from microbatch._errors import GraphError
 from microbatch._splitting import Split
-from microbatch.torch._accumulators import carry_dtype
 from microbatch.torch._internals import Reached, graph_clock, is_transformed, own_hooks_only
+from microbatch.torch._tensors import carry_dtype
 
 
 class GradientSums:

@@ -8,7 +8,9 @@ import torch
 from microbatch._errors import AccumulatorError
 from microbatch._outputs import Part
 from microbatch._trees import map_prefix
-from microbatch.torch._accumulators import dtype_name, output_rows, refuse_change
+from microbatch.torch._accumulators import refuse_change
+from microbatch.torch._rows import output_rows
+from microbatch.torch._tensors import dtype_name
 
 
 class HostRows:

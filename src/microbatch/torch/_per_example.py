@@ -13,9 +13,9 @@ from microbatch._errors import AccumulatorError, BatchError, MicrobatchError
 from microbatch._outputs import assemble, canonical, parts_of
 from microbatch._splitting import Order, Remainder
 from microbatch._trees import leaves_with_paths, map_leaves, map_prefix
-from microbatch.torch._accumulators import as_tensor, carry_dtype, limits
 from microbatch.torch._differentiate import Differentiate
 from microbatch.torch._microbatch import Settings, checked, run
+from microbatch.torch._tensors import as_tensor, carry_dtype, limits
 
 Engine = Literal["vmap", "loop"]
 CONCAT, SUM, LAST = AccumulationType.CONCAT, AccumulationType.SUM, AccumulationType.LAST

@@ -13,10 +13,10 @@ from microbatch._errors import BatchError
 from microbatch._outputs import canonical
 from microbatch._splitting import Order, Remainder
 from microbatch._trees import leaves_with_paths, map_leaves
-from microbatch.torch._accumulators import as_tensor, carry_dtype
 from microbatch.torch._captured import Member, installed
 from microbatch.torch._differentiate import Differentiate
 from microbatch.torch._per_example import Engine, example_map, run_example_map
+from microbatch.torch._tensors import as_tensor, carry_dtype
 
 
 class Aux(NamedTuple):

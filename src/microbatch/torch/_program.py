@@ -16,29 +16,12 @@ from microbatch._accumulation import AccumulationType
 from microbatch._errors import MicrobatchError
 from microbatch._outputs import Part
 from microbatch._splitting import Split
-from microbatch.torch._accumulators import (
-    FoldOptions,
-    concat_place,
-    make_fold,
-    row_counts,
-    spec_of,
-    take,
-)
+from microbatch.torch._accumulators import FoldOptions, make_fold
 from microbatch.torch._gradient_sums import GradientSums
 from microbatch.torch._internals import own_hooks_only, transforms_active
+from microbatch.torch._rows import Place, row_counts
 from microbatch.torch._schedule import Schedule
-
-
-class Place(NamedTuple):
-    """Where the rows of a microbatch are: along `axis`, `full` in a full microbatch and `tail` in the last one."""
-
-    axis: int
-    full: int
-    tail: int
-
-    def take(self, tensor: torch.Tensor, split: Split, index: int) -> torch.Tensor:
-        """The rows of microbatch `index`, a view."""
-        return take(tensor, self.axis, concat_place(split, index, self.full, self.tail))
+from microbatch.torch._tensors import spec_of
 
 
 class Output(NamedTuple):

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from microbatch._errors import PlanError
 from microbatch.torch._batch import Batch
 from microbatch.torch._discovery import Found, discover
+from microbatch.torch._tensors import carry_dtype
 from microbatch.torch._tracking import TensorBytes, tensor_bytes
 
 
@@ -222,9 +223,7 @@ def _run_forward(
 def _accumulator(value: torch.Tensor, work: Work, batch_size: int, rows: int) -> torch.Tensor:
     if work.concat and value.ndim:
         return value.new_zeros((batch_size * value.shape[0] // rows, *value.shape[1:]))
-    narrow = value.dtype in (torch.float16, torch.bfloat16)
-    dtype = work.accumulator_dtype or (torch.float32 if narrow else value.dtype)
-    return torch.zeros_like(value, dtype=dtype)
+    return torch.zeros_like(value, dtype=carry_dtype(value.dtype, work.accumulator_dtype))
 
 
 def losses(output: Any) -> list[torch.Tensor]:

@@ -20,18 +20,13 @@ from microbatch._outputs import canonical, check_can_weigh
 from microbatch._splitting import Split
 from microbatch._stream import Settings, fold_stream, identity_of
 from microbatch._trees import leaves_with_paths, map_leaves
-from microbatch.torch._accumulators import (
-    Fold,
-    FoldOptions,
-    Layout,
-    Step,
-    dtype_name,
-    make_fold,
-)
+from microbatch.torch._accumulators import Fold, FoldOptions, Step, make_fold
 from microbatch.torch._host_rows import HostRows, targets_of
 from microbatch.torch._internals import transforms_active
+from microbatch.torch._layout import Layout
 from microbatch.torch._microbatch import check_dtype
 from microbatch.torch._randomness import sources
+from microbatch.torch._tensors import dtype_name
 from microbatch.torch._weights import as_weight
 
 

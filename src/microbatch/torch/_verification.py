@@ -23,6 +23,7 @@ from microbatch.torch._memory import device_budget, device_of
 from microbatch.torch._microbatch import microbatch
 from microbatch.torch._planning import bundle
 from microbatch.torch._simulation import Work, fake_peak, kept
+from microbatch.torch._tensors import dtype_name
 
 
 def verify(
@@ -425,10 +426,9 @@ def _leaf(path: str, role: Literal["value", "gradient"], x: Any) -> Leaf:
     if not _is_tensor(x):
         return Leaf(path, role, np.asarray(x))
     host = x.detach().cpu().resolve_conj().resolve_neg()
-    dtype = str(x.dtype).removeprefix("torch.")
     if host.is_floating_point() and host.dtype not in _IN_NUMPY:
         host = host.to(torch.float32)  # NumPy lacks the dtype; its numbers are among these
-    return Leaf(path, role, host.numpy(), dtype)
+    return Leaf(path, role, host.numpy(), dtype_name(x.dtype))
 
 
 _IN_NUMPY = (torch.float16, torch.float32, torch.float64)
