@@ -1,27 +1,28 @@
 """How a call is run: without a derivative, with one that is made in the forward pass, or with one that recomputes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from microbatch._accumulation import AccumulationType, Accumulator, Carry, is_accumulator
-from microbatch._errors import AccumulatorError, GraphError, MicrobatchError
-from microbatch._trees import leaves_with_paths, map_leaves, map_subtrees
+from microbatch._accumulation import AccumulationType, Accumulator, Carry
+from microbatch._errors import MicrobatchError
+from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._accumulators import FoldOptions, make_fold
 from microbatch.torch._autocast import Autocast
 from microbatch.torch._call import Arguments, Call
 from microbatch.torch._discovery import Found
 from microbatch.torch._gradient_sums import GradientSums
 from microbatch.torch._guards import Guard
-from microbatch.torch._internals import Reached, transforms_active
+from microbatch.torch._in_forward import InForward, Made
+from microbatch.torch._internals import transforms_active
 from microbatch.torch._layout import Layout
 from microbatch.torch._program import Microbatched, Program
 from microbatch.torch._randomness import Randomness
 from microbatch.torch._schedule import Schedule
+from microbatch.torch._states import States
 from microbatch.torch._tensors import type_words
 
 Differentiate = Literal["auto", "in_forward", "recompute", "store"]
@@ -100,7 +101,8 @@ class _Probed:
         tensors = call.tensors
         needed = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
         self._sums = GradientSums(task.where, tensors, program.places, program.real, needed)
-        states = _States(task, call, self._step.index)
+        carries = [entry for entry in _entries(task.accumulator) if isinstance(entry, Carry)]
+        states = States(task.where, call, carries, task.arguments.args, self._step.index)
         with torch.enable_grad(), guard.first_microbatch():
             leaves = self._sums.leaves(program.leaves(tensors, self._step.index), self._step.index)
             self._values = program.evaluate(self._step.index, leaves)
@@ -201,118 +203,8 @@ class _Probed:
                     fold.finalize(carry, schedule.total)
                     for fold, carry in zip(folds, carries, strict=True)
                 ]
-        made = _Made(self._task.where, results, lanes, self._sums)
-        return list(_InForward.apply(made, *tensors))
-
-
-class _States:
-    """The initial states of the carried arguments, as leaves, so that it shows whether a derivative would go through."""
-
-    def __init__(self, task: Task, call: Call, index: int) -> None:
-        self._where = task.where
-        self._depends = False
-        carries = [e for e in _entries(task.accumulator) if isinstance(e, Carry)]
-        self.leaves: list[torch.Tensor] = []
-        if not carries:
-            return
-        self._call, self._index = call, index
-        self._since = 0
-        started = {}
-        for carry in carries:
-            key = call.key(carry.argnum)
-            started[key] = map_leaves(self._leaf, task.arguments.args[key])
-        call.carries[index] = started
-        call.watch_states = self._watch
-
-    def owns(self, leaf: torch.Tensor) -> bool:
-        """Whether a leaf is one of the states."""
-        return any(leaf is state for state in self.leaves)
-
-    def without(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs, cut from their graph where it leads to states alone."""
-        if not self.leaves:
-            return values
-        return [
-            value
-            if value.requires_grad and not all(map(self.owns, Reached([value], 0).leaves))
-            else value.detach()
-            for value in values
-        ]
-
-    def check(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Refuses a derivative that would have to go through a state."""
-        if not self.leaves:
-            return
-        self._call.watch_states = lambda states: None
-        del self._call.carries[self._index]
-        if self._depends and any(self.owns(leaf) for leaf in Reached(outputs, 0).leaves):
-            raise AccumulatorError(
-                f"{self._where}: the output depends on a carried state, and the state on something that is differentiated; "
-                "no derivative flows through a Carry, so it would be missing.\n"
-                "Detach the state where it is used, or call the function under torch.no_grad()."
-            )
-
-    def _leaf(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        self._depends = self._depends or leaf.requires_grad
-        fresh = leaf.detach()
-        if fresh.dtype.is_floating_point or fresh.dtype.is_complex:
-            fresh.requires_grad_()
-        self.leaves.append(fresh)
-        return fresh
-
-    def _watch(self, states: list[Any]) -> None:
-        tensors = [t for _, t in leaves_with_paths(states) if isinstance(t, torch.Tensor)]
-        reached = Reached([t for t in tensors if t.requires_grad], 0)
-        self._depends = self._depends or any(not self.owns(leaf) for leaf in reached.leaves)
-
-
-@dataclass
-class _Made:
-    """Results, and the gradients that were made with them."""
-
-    where: str
-    results: list[torch.Tensor]
-    lanes: list[int]
-    sums: GradientSums | None = field(repr=False)
-
-
-class _InForward(torch.autograd.Function):
-    """The node whose gradients exist already; backward only scales them."""
-
-    @staticmethod
-    def forward(ctx: Any, made: _Made, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.made = made
-        ctx.set_materialize_grads(False)
-        constant = [t for j, t in enumerate(made.results) if j not in made.lanes]
-        ctx.mark_non_differentiable(*constant)
-        results, made.results = made.results, []
-        return tuple(results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        made = ctx.made
-        sums, made.sums = made.sums, None
-        if sums is None:
-            raise GraphError(
-                f"{made.where}: the gradients were made in the forward pass and have been used; backward runs once.\n"
-                'Use differentiate="recompute".'
-            )
-        gradients: list[torch.Tensor | None] = [None] * (len(ctx.needs_input_grad) - 1)
-        for lane, j in enumerate(made.lanes):
-            cotangent = cotangents[j]
-            if cotangent is None:
-                continue
-            held = sums.sums(lane)
-            for i in list(held):
-                scaled = held.pop(i).mul_(cotangent)
-                gradients[i] = scaled if gradients[i] is None else gradients[i].add_(scaled)
-        for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                gradients[i] = gradient.to(sums.dtype(i))
-        return (None, *gradients)
+        made = Made(self._task.where, results, lanes, self._sums)
+        return list(InForward.apply(made, *tensors))
 
 
 def _joined(call: Call, program: Program) -> Any:
@@ -427,14 +319,7 @@ def _guard(task: Task, found: Found) -> Guard:
 
 
 def _entries(accumulator: Any) -> list[Any]:
-    found: list[Any] = []
-    map_subtrees(
-        lambda entry, path, _: found.append(entry),
-        accumulator,
-        accumulator,
-        is_prefix_leaf=is_accumulator,
-    )
-    return found
+    return [entry for _, entry in leaves_with_paths(accumulator)]
 
 
 def _has(accumulator: Any, kind: type) -> bool:
