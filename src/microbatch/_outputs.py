@@ -30,10 +30,7 @@ def canonical(where: str, accumulator: Any) -> Any:
     def known(entry: Any, path: str, _: Any) -> Any:
         found = as_accumulator(entry)
         if found is None and entry is not None:
-            raise AccumulatorError(
-                f"{where}: accumulator{path} is {entry!r}, not an accumulator.\n"
-                f"Use one of {', '.join(AccumulationType.__members__)}, an Accumulator or a Carry."
-            )
+            raise unknown_accumulator(where, path, entry)
         return found
 
     return map_subtrees(known, accumulator, accumulator, is_prefix_leaf=is_accumulator)
@@ -54,12 +51,8 @@ def parts_of(where: str, accumulator: Any, output: Any) -> list[Part]:
     except AccumulatorError:
         raise
     except MicrobatchError as error:
-        raise AccumulatorError(
-            f"{where}: the accumulator is not a prefix of the output.\n"
-            f"  accumulator: {structure_words(accumulator)}\n"
-            f"  output:      {structure_words(output)}\n"
-            "Give one accumulator for the whole output, or one per part of it."
-        ) from error
+        words = structure_words(accumulator), structure_words(output)
+        raise not_a_prefix(where, *words) from error
     return parts
 
 
@@ -73,6 +66,24 @@ def assemble(accumulator: Any, output: Any, results: Sequence[Any]) -> Any:
         return next(remaining)
 
     return map_subtrees(place, accumulator, output, is_prefix_leaf=is_accumulator)
+
+
+def unknown_accumulator(where: str, path: str, entry: Any) -> AccumulatorError:
+    """The error for an entry of the accumulators' tree that is none."""
+    return AccumulatorError(
+        f"{where}: accumulator{path} is {entry!r}, not an accumulator.\n"
+        f"Use one of {', '.join(AccumulationType.__members__)}, an Accumulator or a Carry."
+    )
+
+
+def not_a_prefix(where: str, accumulator: str, output: str) -> AccumulatorError:
+    """The error for accumulators of another structure than the output, both in words."""
+    return AccumulatorError(
+        f"{where}: the accumulator is not a prefix of the output.\n"
+        f"  accumulator: {accumulator}\n"
+        f"  output:      {output}\n"
+        "Give one accumulator for the whole output, or one per part of it."
+    )
 
 
 def check_can_average(

@@ -273,6 +273,10 @@ def test_refusals_name_the_way_out():
         micro_vmap(lambda x: x, accumulator=Carry(0))
     with pytest.raises(BatchError, match=r"micro_vmap\(loss\): in_axes=\(None, 0\) has 2 entries"):
         micro_vmap(loss, (None, 0))(W, X, Y)
+    with pytest.raises(AccumulatorError, match="accumulator is 'sum', not an accumulator"):
+        micro_vmap(lambda x: x, accumulator="sum")
+    with pytest.raises(AccumulatorError, match="not a prefix of the output"):
+        micro_vmap(lambda x: x, accumulator=(Kind.SUM, Kind.SUM))(X)
     with pytest.raises(BatchError, match="batch_argnums=-1"):
         micro_grad(loss, batch_argnums=-1)
     with pytest.raises(ValueError, match="'banana'"):

@@ -271,7 +271,7 @@ class TestAccumulators:
     def test_C6_a_tree_that_is_no_prefix_is_refused(self):
         with pytest.raises(AccumulatorError, match="not a prefix of the output"):
             accumulate(lambda x: x.sum(), (SUM, MEAN))(microbatches=[np.ones(1)])
-        with pytest.raises(AccumulatorError, match="accumulator holds 'mean', not an accumulator"):
+        with pytest.raises(AccumulatorError, match="accumulator is 'mean', not an accumulator"):
             accumulate(lambda x: x.sum(), "mean")
 
     def test_N12_a_mean_of_integers_is_refused(self):

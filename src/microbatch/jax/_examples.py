@@ -23,7 +23,8 @@ from microbatch.jax._accumulators import CONCAT, SUM, as_weight, carry_dtype, hi
 from microbatch.jax._binding import batch_leaves
 from microbatch.jax._factored import Explanation, evaluate, explain
 from microbatch.jax._microbatch import run
-from microbatch.jax._options import Options, accumulators_of, checked
+from microbatch.jax._options import Options, checked
+from microbatch.jax._outputs import accumulators_of, matched
 from microbatch.jax._stateful import evaluated
 
 Engine = Literal["auto", "factored", "vmap"]
@@ -58,7 +59,7 @@ def check(spec: Spec) -> None:
     check_choice(where, "engine", spec.engine, ("auto", "factored", "vmap"))
     check_choice(where, "norms", spec.norms, ("gram", "safe"))
     moved = any(axis != 0 for axis in jax.tree.leaves(spec.out_axes))
-    kinds = accumulators_of(spec.accumulator)
+    kinds = accumulators_of(where, spec.accumulator)
     if moved and any(kind is not CONCAT for kind in kinds):
         raise AccumulatorError(
             f"{where}: out_axes={spec.out_axes!r} needs the examples side by side, and the accumulator is not CONCAT.\n"
@@ -180,7 +181,9 @@ def _mapped(
         args = tuple(
             jax.tree.map(folded, a) if i in spec.key_argnums else a for i, a in enumerate(args)
         )
-        return evaluated(spec.where, spec.fun, args, kwargs)
+        out = evaluated(spec.where, spec.fun, args, kwargs)
+        matched(spec.where, spec.accumulator, out)
+        return out
 
     return example, (rows, args, kwargs), (None if rows is None else 0, in_axes, 0)
 

@@ -179,7 +179,7 @@ def run(
     where = options.where
     place = functools.partial(locate, where, options.signature, args=args, kwargs=kwargs)
     batch = place(options.argnums, options.argnames)
-    carries = carries_of(options.accumulator)
+    carries = carries_of(options)
     carried = tuple(place((carry.argnum,), ())[0] for carry in carries)
     keys = place(options.key_argnums, ())
     for slot in (*carried, *keys):

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from microbatch._accumulation import Accumulator, Carry, as_accumulator, is_accumulator
+from microbatch._accumulation import Accumulator, Carry
 from microbatch._checks import check_choice, check_declared, check_size
 from microbatch._errors import MicrobatchError, MicrobatchSizeError
 from microbatch._splitting import Auto, Order, Remainder, Split
 from microbatch.jax._accumulators import checked_dtype
 from microbatch.jax._devices import Reduce
 from microbatch.jax._differentiate import Differentiate
+from microbatch.jax._outputs import accumulators_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def checked(options: Options, *, declared: bool = True) -> Options:
     modes = ("auto", "in_forward", "recompute", "store")
     check_choice(where, "differentiate", options.differentiate, modes)
     check_choice(where, "reduce", options.reduce, ("once", "each"))
+    accumulators_of(where, options.accumulator)
     dtype = checked_dtype(where, options.accumulator_dtype)
     if options.checkpoint_policy is not None and options.differentiate == "in_forward":
         raise MicrobatchError(
@@ -73,14 +75,10 @@ def checked(options: Options, *, declared: bool = True) -> Options:
     return dataclasses.replace(options, **sizes, accumulator_dtype=dtype)
 
 
-def carries_of(accumulator: Any) -> list[Carry]:
+def carries_of(options: Options) -> list[Carry]:
     """The states that are handed on, in the order of the accumulator's tree."""
-    return [leaf for leaf in accumulators_of(accumulator) if isinstance(leaf, Carry)]
-
-
-def accumulators_of(tree: Any) -> list[Any]:
-    """The entries of a tree of accumulators, in this library's types."""
-    return [as_accumulator(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_accumulator)]
+    kinds = accumulators_of(options.where, options.accumulator)
+    return [kind for kind in kinds if isinstance(kind, Carry)]
 
 
 def real_count(where: str, value: Any) -> Any:
@@ -103,7 +101,8 @@ def real_count(where: str, value: Any) -> Any:
 
 def is_whole(options: Options, split: Split, count: Any) -> bool:
     """Whether the only microbatch is the batch, so that `fun` itself is the answer."""
-    custom = any(isinstance(a, Accumulator) for a in accumulators_of(options.accumulator))
+    kinds = accumulators_of(options.where, options.accumulator)
+    custom = any(isinstance(kind, Accumulator) for kind in kinds)
     runs = count is None or (isinstance(count, int) and count >= 1)
     return split.num_microbatches == 1 and runs and not custom and options.weight_fn is None
 

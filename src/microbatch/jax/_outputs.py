@@ -23,6 +23,8 @@ from microbatch._outputs import (
     check_can_average,
     check_can_weigh,
     check_has_order,
+    not_a_prefix,
+    unknown_accumulator,
 )
 from microbatch.jax._accumulators import CONCAT, Output, carry_dtype
 
@@ -78,6 +80,24 @@ class OutputPlan:
         return self.treedef.unflatten(found)
 
 
+def accumulators_of(where: str, tree: Any) -> list[Any]:
+    """The entries of a tree of accumulators, in this library's types; what is none is refused."""
+    entries = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_accumulator)
+    for path, entry in entries:
+        if not is_accumulator(entry):
+            raise unknown_accumulator(where, jax.tree_util.keystr(path), entry)
+    return [as_accumulator(entry) for _, entry in entries]
+
+
+def matched(where: str, accumulator: Any, tree: Any) -> list[Any]:
+    """The output's part under each entry of the accumulator's tree, which must be a prefix of it."""
+    treedef = jax.tree.structure(accumulator, is_leaf=is_accumulator)
+    try:
+        return treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise not_a_prefix(where, str(treedef), str(jax.tree.structure(tree))) from error
+
+
 def plan_outputs(where: str, accumulator: Any, tree: Any, tail_tree: Any | None) -> OutputPlan:
     """Matches the accumulator's tree, a prefix, with the output's types; refuses what cannot be accumulated.
 
@@ -87,26 +107,12 @@ def plan_outputs(where: str, accumulator: Any, tree: Any, tail_tree: Any | None)
       tree: the output's types in a full microbatch.
       tail_tree: the same in the tail; None without one.
     """
-    try:
-        entries, treedef = jax.tree_util.tree_flatten_with_path(accumulator, is_leaf=is_accumulator)
-        subtrees = treedef.flatten_up_to(tree)
-        tails = [None] * len(entries) if tail_tree is None else treedef.flatten_up_to(tail_tree)
-    except ValueError as error:
-        raise AccumulatorError(
-            f"{where}: the accumulator is not a prefix of the output.\n"
-            f"  accumulator: {jax.tree.structure(accumulator, is_leaf=is_accumulator)}\n"
-            f"  output:      {jax.tree.structure(tree)}\n"
-            "Give one accumulator for the whole output, or one per part of it."
-        ) from error
+    entries, treedef = jax.tree_util.tree_flatten_with_path(accumulator, is_leaf=is_accumulator)
+    subtrees = matched(where, accumulator, tree)
+    tails = [None] * len(entries) if tail_tree is None else matched(where, accumulator, tail_tree)
     parts, first = [], 0
     for (path, value), subtree, tail in zip(entries, subtrees, tails, strict=True):
-        words = jax.tree_util.keystr(path)
-        known = as_accumulator(value)
-        if known is None:
-            raise AccumulatorError(
-                f"{where}: accumulator{words} is {value!r}, not an accumulator.\n"
-                f"Use one of {', '.join(AccumulationType.__members__)}, an Accumulator or a Carry."
-            )
+        words, known = jax.tree_util.keystr(path), as_accumulator(value)
         leaves, inner = jax.tree.flatten(subtree)
         tail_leaves = None if tail is None else tuple(jax.tree.leaves(tail))
         part = Part(words, known, inner, first, tuple(leaves), tail_leaves)

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from microbatch._accumulation import AccumulationType, as_accumulator, is_accumulator
+from microbatch._accumulation import AccumulationType, is_accumulator
 from microbatch._checkpoint import Checkpoint, Progress
 from microbatch._checks import name_of
-from microbatch._errors import AccumulatorError
 from microbatch.jax._accumulators import checked_dtype
+from microbatch.jax._outputs import accumulators_of
 from microbatch.jax._stream_fold import Folding
 from microbatch.jax._stream_program import Settings
 
@@ -157,11 +157,5 @@ def _check_same_stream(checkpoint: Checkpoint, saved: Progress, folding: Folding
 
 
 def _accumulator_key(where: str, accumulator: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(accumulator, is_leaf=is_accumulator)
-    for leaf in leaves:
-        if as_accumulator(leaf) is None:
-            raise AccumulatorError(
-                f"{where}: accumulator holds {leaf!r}, not an accumulator.\n"
-                f"Use one of {', '.join(AccumulationType.__members__)}, an Accumulator or a Carry."
-            )
-    return tuple(map(as_accumulator, leaves)), treedef
+    kinds = accumulators_of(where, accumulator)
+    return tuple(kinds), jax.tree.structure(accumulator, is_leaf=is_accumulator)

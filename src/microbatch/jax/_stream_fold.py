@@ -28,7 +28,7 @@ from microbatch._outputs import check_can_weigh
 from microbatch.jax._accumulators import CONCAT
 from microbatch.jax._binding import is_array
 from microbatch.jax._host_rows import HostRows, targets_of
-from microbatch.jax._options import accumulators_of
+from microbatch.jax._outputs import accumulators_of
 from microbatch.jax._stream_leaves import (
     as_array,
     like_saved,
@@ -62,7 +62,7 @@ class Folding:
         self._ran = 0
         self._landing: deque[tuple[Any, list[Any]]] = deque()
         self._programs: dict[Any, Program] = {}
-        self._entries = accumulators_of(settings.accumulator)
+        self._entries = accumulators_of(settings.where, settings.accumulator)
         self._bind(args)
 
     def read(self, element: Any) -> tuple[list[Any], Any]:
