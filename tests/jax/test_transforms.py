@@ -65,6 +65,13 @@ def test_clipping_at_norm_zero_has_no_nan_derivative():
     assert np.all(np.isfinite(jax.jacobian(lambda g: clip({"w": g})["w"])(jnp.full(3, 1e-3))))
 
 
+def test_the_norm_of_complex_gradients_is_real():
+    gradient = {"w": jnp.array([3.0 + 4.0j, 0.0]), "b": jnp.array(12.0)}
+    assert float(squared_norm(gradient)) == 169.0
+    clipped = clip_by_global_norm(1.3)(gradient)
+    np.testing.assert_allclose(clipped["w"], [0.3 + 0.4j, 0.0], rtol=1e-6)
+
+
 def test_bounds_zero_and_infinity():
     gradient = {"w": jnp.array([3.0, 4.0])}
     assert clip_by_global_norm(0)(gradient)["w"].tolist() == [0.0, 0.0]

@@ -9,17 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from microbatch._checks import check_size
+from microbatch._errors import MicrobatchError
+
 
 def squared_norm(tree: Any) -> jax.Array:
     """The sum of squares of all entries of a tree, in float32 or wider: ``[]``.
 
-    Equivalent to ``sum(jnp.sum(leaf ** 2) for leaf in jax.tree.leaves(tree))``.
+    Equivalent to ``sum(jnp.sum(abs(leaf) ** 2) for leaf in jax.tree.leaves(tree))``.
 
     >>> float(squared_norm({"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}))
     25.0
     """
     wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in _leaves(tree)]
-    return sum((jnp.sum(jnp.square(leaf)) for leaf in wide), start=jnp.zeros((), jnp.float32))
+    parts = [part for leaf in wide for part in _real_parts(leaf)]
+    return sum((jnp.sum(jnp.square(part)) for part in parts), start=jnp.zeros((), jnp.float32))
 
 
 def clip_by_global_norm(max_norm: float) -> Callable[[Any], Any]:
@@ -38,7 +42,7 @@ def clip_by_global_norm(max_norm: float) -> Callable[[Any], Any]:
       A function of a gradient tree; leaves keep shapes and dtypes, the norm is taken in float32 or wider.
 
     Raises:
-      ValueError: `max_norm` is negative or nan.
+      MicrobatchError: `max_norm` is negative or nan.
 
     ======================  ====================================================
     gradient                result
@@ -57,7 +61,7 @@ def clip_by_global_norm(max_norm: float) -> Callable[[Any], Any]:
     [0.6, 0.0, 0.8]
     """
     if not isinstance(max_norm, numbers.Real) or isinstance(max_norm, bool) or not max_norm >= 0:
-        raise ValueError(
+        raise MicrobatchError(
             f"clip_by_global_norm: max_norm={max_norm!r} is not a number that is at least 0.\n"
             "Use clip_by_global_norm(1.0)."
         )
@@ -138,7 +142,8 @@ def noise_scale(mean_gradient: Any, squared_norms: jax.Array, group_size: int = 
       A `NoiseScale`, in examples.
 
     Raises:
-      ValueError: `squared_norms` is not one row of numbers, or `group_size` is not a positive integer.
+      MicrobatchError: `squared_norms` is not one row of numbers.
+      MicrobatchSizeError: `group_size` is not a positive integer.
 
     ==================================  ===============================================
     groups                              value
@@ -161,15 +166,11 @@ def noise_scale(mean_gradient: Any, squared_norms: jax.Array, group_size: int = 
     """
     squared_norms = jnp.asarray(squared_norms)
     if squared_norms.ndim != 1 or squared_norms.shape[0] == 0:
-        raise ValueError(
+        raise MicrobatchError(
             f"noise_scale: squared_norms has shape {squared_norms.shape}, not one number per group.\n"
             "Pass the [n] squared norms of the n groups, for example aux.metrics of metrics_fn=squared_norm."
         )
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        raise ValueError(
-            f"noise_scale: group_size={group_size!r} is not a positive integer.\n"
-            "Use 1 for norms per example, or the microbatch size for norms per microbatch."
-        )
+    group_size = check_size("noise_scale", "group_size", group_size)
     groups = squared_norms.shape[0]
     if groups == 1:
         nan = jnp.full((), jnp.nan, squared_norms.dtype)
@@ -181,6 +182,10 @@ def noise_scale(mean_gradient: Any, squared_norms: jax.Array, group_size: int = 
     hidden = squared <= 0
     value = jnp.where(hidden, jnp.inf, variance / jnp.where(hidden, 1, squared))
     return NoiseScale(value, squared, variance, defined=True)
+
+
+def _real_parts(leaf: jax.Array) -> list[jax.Array]:
+    return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
 
 
 def _leaves(tree: Any) -> list[Any]:
