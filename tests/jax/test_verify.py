@@ -137,6 +137,13 @@ def dropout_loss(p, key, x, y):
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_random_numbers_of_several_keys(make):
+    noisy = lambda keys, x: jnp.mean(x * jax.random.normal(keys[1], x.shape))
+    found = verify(noisy, 1, MEAN, microbatch_size=8)(jax.random.split(make(0), 3), X)
+    assert kinds(found) == ["random_numbers"]
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_random_numbers_and_how_to_make_them_equal(make):
     found = verify(dropout_loss, (2, 3), MEAN, microbatch_size=4)(PARAMS, make(0), X, Y)
     assert kinds(found) == ["random_numbers"]

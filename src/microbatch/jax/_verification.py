@@ -316,7 +316,7 @@ class _Run:
             return None
         leaves = list(self.call.leaves)
         for i in keys:
-            leaves[i] = jax.tree.map(lambda key: jax.random.fold_in(key, 1), leaves[i])
+            leaves[i] = _other_keys(leaves[i])
         other = replace(self, call=replace(self.call, leaves=tuple(leaves)))
         before, after = self.whole(), other.whole()
         if all(a.array.tobytes() == b.array.tobytes() for a, b in zip(before, after, strict=True)):
@@ -380,6 +380,15 @@ def _widened(x: Any) -> Any:
 def _is_mask(x: Any) -> bool:
     array = np.asarray(x).astype(np.float64)
     return bool(np.isfinite(array).all() and (array >= 0).all())
+
+
+def _other_keys(x: jax.Array) -> jax.Array:
+    """As many other keys: of one, or of any array of them."""
+    fold = lambda key: jax.random.fold_in(key, 1)
+    axes = x.ndim if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.ndim - 1
+    for _ in range(axes):
+        fold = jax.vmap(fold)
+    return fold(jnp.asarray(x))
 
 
 def _is_key(x: Any) -> bool:
