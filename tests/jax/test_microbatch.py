@@ -49,17 +49,21 @@ def test_C2_leaves_that_are_not_arrays_are_passed_on_untouched():
     def fun(settings, x):
         assert settings["depth"] == 2 and isinstance(settings["depth"], int)
         assert settings["name"] == "net" and settings["nothing"] is None
+        assert settings["labels"][1] == "dog"
         return settings["activation"](x * settings["scale"])
 
     settings = {
         "depth": 2,
         "name": "net",
         "nothing": None,
+        "labels": np.array(["cat", "dog"]),
         "activation": jnp.tanh,
         "scale": jnp.float32(0.5),
     }
     small = microbatch(fun, 1, 4, Kind.CONCAT)
     np.testing.assert_allclose(small(settings, X), jnp.tanh(X * 0.5), rtol=1e-6)
+    with pytest.raises(BatchError, match="labels is not an array"):
+        microbatch(lambda labels: labels, 0, 1, Kind.CONCAT)(np.array(["cat", "dog"]))
     differentiated = jax.grad(lambda scale: small(settings | {"scale": scale}, X).sum())(
         jnp.float32(0.5)
     )

@@ -122,8 +122,10 @@ def flatten_call(
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced; Python's own numbers, strings and functions are passed on as they are."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    """Whether a leaf is traced; numbers, strings and functions of Python, also in an array, are passed on as they are."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUMm"
+    return isinstance(leaf, jax.Array)
 
 
 def hoisted(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], list[Any], Any, Any]:
@@ -159,4 +161,6 @@ def _argument(path: tuple[Any, ...]) -> int | str:
 def _shape(leaf: Any) -> tuple[int, ...] | None:
     if is_array(leaf) or isinstance(leaf, bool | int | float | complex):
         return np.shape(leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return None
     return tuple(leaf.shape) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
