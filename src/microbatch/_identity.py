@@ -74,6 +74,7 @@ def _key(value: Any, describe: Callable[[Any], Hashable | None], depth: int) -> 
             "function",
             value.__code__,
             tuple(map(again, value.__defaults__ or ())),
+            again(value.__kwdefaults__ or {}),
             tuple(again(_content(cell)) for cell in value.__closure__ or ()),
             tuple(
                 (name, again(value.__globals__[name]))
