@@ -192,6 +192,49 @@ def test_an_out_that_does_not_fit_is_refused(out, words):
         microbatch(lambda x: x, 0, 2, SUM, out=np.zeros(2))(np.ones(6))
 
 
+def test_an_out_that_later_microbatches_read_is_refused():
+    double = lambda x, y=0: 2 * x
+    x = np.arange(12.0).reshape(4, 3)
+    for out, args, axis in [
+        (x[1:], (x[:-1],), 0),
+        (x, (x[:, :3].T[:, :4],), 1),
+        (x, (x.copy(), x), 0),
+    ]:
+        with pytest.raises(AccumulatorError, match="out shares memory with an argument"):
+            microbatch(double, 0, 1, CONCAT, out=out, in_axes=axis)(*args)
+    columns = np.zeros((4, 6))
+    microbatch(double, 0, 2, CONCAT, out=columns[:, 3:])(columns[:, :3])
+    assert np.array_equal(
+        microbatch(double, 0, 2, CONCAT, out=x)(x), 2 * np.arange(12.0).reshape(4, 3)
+    )
+    x.setflags(write=False)
+    with pytest.raises(AccumulatorError, match="out for output is read-only"):
+        microbatch(double, 0, 2, CONCAT, out=x)(np.zeros((4, 3)))
+
+
+def test_a_mask_is_not_lost():
+    x = np.ma.array(np.arange(4.0), mask=[0, 1, 0, 0])
+    with pytest.raises(
+        AccumulatorError, match="output is a masked array, whose mask would be lost"
+    ):
+        microbatch(lambda x: x, 0, 2, CONCAT)(x)
+    split = lambda x: (x.filled(0), np.ma.getmaskarray(x))
+    values, mask = microbatch(split, 0, 2, CONCAT)(x)
+    assert np.array_equal(values, x.filled(0)) and np.array_equal(mask, x.mask)
+
+
+@pytest.mark.parametrize("dtype", ["M8[D]", "m8[s]"])
+def test_dates_and_durations(dtype):
+    x = np.array([3, -5, 9, 1]).astype(dtype)
+    assert (
+        microbatch(np.max, 0, 2, MAX)(x) == x.max() and microbatch(np.min, 0, 2, MIN)(x) == x.min()
+    )
+    x[2] = "NaT"
+    assert np.isnat(microbatch(np.max, 0, 2, MAX)(x))
+    with pytest.raises(AccumulatorError, match="MEAN"):
+        microbatch(np.max, 0, 2, MEAN)(x)
+
+
 def test_outputs_that_are_pythons_own_numbers_stay_such():
     fun = lambda x: (float(x.sum()), int(x.sum()), complex(x.sum()), x.sum())
     for size in (2, 4):

@@ -7,7 +7,7 @@ from microbatch._accumulation import AccumulationType, Carry
 from microbatch._errors import AccumulatorError, MicrobatchError
 from microbatch._outputs import Part, assemble, parts_of
 from microbatch._trees import map_leaves, map_subtrees
-from microbatch.numpy._folds import Fold, Step
+from microbatch.numpy._folds import Fold, Step, refuse_masked
 
 
 class Folding:
@@ -45,6 +45,10 @@ class Folding:
     def start(self, output: Any, rows: int) -> None:
         """Makes the folds from the types of one output."""
         parts = parts_of(self._where, self._accumulator, output)
+        for part in parts:
+            combines = isinstance(part.accumulator, AccumulationType)
+            if combines and part.accumulator is not AccumulationType.LAST:
+                refuse_masked(self._where, part.path, part.value)
         targets = _targets(self._where, parts, output, self._out)
         self.folds = self._make(parts, targets, rows)
         self._paths = [part.path for part in parts]

@@ -245,7 +245,21 @@ def _numeric(where: str, kind: AccumulationType, path: str, value: Any) -> np.nd
             f"{where}: {path} is a {type(value).__name__}, which {kind.name} cannot combine.\n"
             "Return arrays or numbers, or use LAST for it."
         )
+    if array.dtype.kind == "M" and kind not in EXTREMES:
+        raise AccumulatorError(
+            f"{where}: {path} has dtype {array.dtype.name}; {kind.name} cannot add dates.\n"
+            "Return a difference to a fixed date, or use MAX, MIN or LAST for it."
+        )
     return spec_of(array)
+
+
+def refuse_masked(where: str, path: str, value: Any) -> None:
+    """A mask would be lost where values are written side by side or added up."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise AccumulatorError(
+            f"{where}: {path} is a masked array, whose mask would be lost.\n"
+            "Return value.filled(0) and np.ma.getmaskarray(value), or fill it with what stands for nothing."
+        )
 
 
 def spec_of(value: Any) -> np.ndarray:
@@ -273,7 +287,7 @@ def _carry_dtype(dtype: np.dtype, override: np.dtype | None) -> np.dtype:
 
 
 def _is_integer(dtype: np.dtype) -> bool:
-    return dtype.kind in "iub" or dtype.name.startswith(("int", "uint"))
+    return dtype.kind in "iubm" or dtype.name.startswith(("int", "uint"))
 
 
 def _limits(dtype: np.dtype) -> tuple[Any, Any]:
@@ -282,6 +296,9 @@ def _limits(dtype: np.dtype) -> tuple[Any, Any]:
         return limits.min, limits.max
     if dtype.kind == "b":
         return False, True
+    if dtype.kind in "mM":  # The lowest integer stands for "not a time".
+        limits = np.iinfo(np.int64)
+        return np.int64(limits.min + 1).view(dtype), np.int64(limits.max).view(dtype)
     if dtype.kind == "c":
         return complex(-np.inf, -np.inf), complex(np.inf, np.inf)
     return -np.inf, np.inf

@@ -30,7 +30,7 @@ from microbatch._splitting import Order, Remainder, Split, make_split
 from microbatch._trees import leaves_with_paths, map_prefix, map_subtrees
 from microbatch.numpy._folding import Folding
 from microbatch.numpy._folds import Fold, Step, make_folds, refuse_extremes
-from microbatch.numpy._rows import batch_concat, shape_of, take
+from microbatch.numpy._rows import batch_concat, refuse_overlap, shape_of, take
 
 
 def microbatch(
@@ -185,6 +185,11 @@ def _run(
         remainder=settings.remainder,
         subject=f"{where}: {subject}",
     )
+    if settings.out is not None:
+        # Rows along another axis than the output's are not where the output goes.
+        in_place = {slot.key for slot in slots} if settings.in_axes == 0 else set()
+        others = [value for key, value in batch.items() if key not in in_place]
+        refuse_overlap(where, settings.out, [batch[key] for key in in_place], others)
     carried = _carried_slots(settings, slots, args, kwargs)
     state = {key: batch[key] for key in carried.values()}
 

@@ -194,6 +194,38 @@ def _check_out(where: str, path: str, out: Any, shape: tuple[int, ...], dtype: n
             f"{where}: out for {path} is {type_words(got)}, and the result is {dtype.name}{list(shape)}.\n"
             f"Give np.empty({shape}, np.{dtype.name}), or np.memmap of that shape and dtype."
         )
+    if isinstance(got, np.ndarray) and not got.flags.writeable:
+        raise AccumulatorError(
+            f"{where}: out for {path} is read-only.\nGive an array that can be written, or a copy."
+        )
+
+
+def refuse_overlap(where: str, out: Any, batch: Any, others: Any) -> None:
+    """Refuses an `out` whose rows are rows that a later microbatch still reads; a batch in its own place is fine."""
+    for _, target in leaves_with_paths(out):
+        for is_batch, tree in ((True, batch), (False, others)):
+            for _, leaf in leaves_with_paths(tree):
+                if not (isinstance(leaf, np.ndarray) and isinstance(target, np.ndarray)):
+                    continue
+                if _overlap(target, leaf) and not (is_batch and _same_rows(target, leaf)):
+                    raise AccumulatorError(
+                        f"{where}: out shares memory with an argument that is still to be read.\n"
+                        "Give an array of its own: np.empty_like(out)."
+                    )
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=10_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _same_rows(a: np.ndarray, b: np.ndarray) -> bool:
+    def rows(array: np.ndarray) -> Any:
+        return array.__array_interface__["data"][0], array.shape[:1], array.strides[:1]
+
+    return rows(a) == rows(b)
 
 
 def _output_rows(output_rows: int, rows: int) -> Callable[[int], int]:
