@@ -39,3 +39,10 @@ def test_every_option_is_on_the_page_of_the_command_line(command):
     for parameter in typer.main.get_command(app).commands[command].params:
         for option in (o for o in parameter.opts if o.startswith("--")):
             assert f"`{option}" in section, f"{command} {option}"
+
+
+def test_the_differences_from_optax_are_those_that_are_tested():
+    table = (ROOT / "tests" / "jax" / "optax_differences.md").read_text()
+    page = (ROOT / "docs" / "guides" / "coming_from.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(rows) > 5 and "\n".join(rows) in page
