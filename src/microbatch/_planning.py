@@ -8,6 +8,7 @@ from typing import Any
 
 from microbatch._memory import Budget, format_bytes
 from microbatch._search import Search, candidate_sizes, predictor
+from microbatch._tables import html_table, text_table
 
 logger = logging.getLogger("microbatch")
 
@@ -92,7 +93,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        return "\n".join([self.title, "", *_text_table(_cells(self)), "", self.explanation])
+        return "\n".join([self.title, "", *text_table(_cells(self)), "", self.explanation])
 
     @property
     def title(self) -> str:
@@ -103,12 +104,8 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        head, *body = _cells(self)
-        row = lambda tag, cells: (
-            "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-        )
-        table = row("th", head) + "".join(row("td", cells) for cells in body)
-        return f"<p>{html.escape(self.title)}</p><table>{table}</table><p>{html.escape(self.explanation)}</p>"
+        title, explanation = html.escape(self.title), html.escape(self.explanation)
+        return f"<p>{title}</p>{html_table(_cells(self))}<p>{explanation}</p>"
 
     def plot(self) -> Any:
         """A matplotlib figure: bytes by microbatch size with the budget as a line, and seconds where measured."""
@@ -189,9 +186,21 @@ def lower_to(plan: Plan, agreed: int, sizes: Iterable[int]) -> Plan:
     if plan.microbatch_size is None or agreed >= plan.microbatch_size:
         return plan
     size = max((s for s in sizes if s <= agreed), default=None)
-    said = f"{plan.explanation} Another process can hold only {agreed}, so all use {size}."
-    count = 0 if size is None else -(-plan.batch_size // size)
-    return replace(plan, microbatch_size=size, num_microbatches=count, explanation=said)
+    said = (
+        "Another process can hold no size, so none fits."
+        if size is None
+        else f"Another process can hold only {agreed}, so all use {size}."
+    )
+    known = {c.microbatch_size: c.bytes for c in plan.candidates}
+    answer = min(known) if size is None else size
+    needed = known.get(answer, round(plan.fixed_bytes + plan.bytes_per_row * answer))
+    return replace(
+        plan,
+        microbatch_size=size,
+        num_microbatches=0 if size is None else -(-plan.batch_size // size),
+        predicted_bytes=max(needed - plan.margin_bytes, 0),
+        explanation=f"{plan.explanation} {said}",
+    )
 
 
 def _offer(
@@ -289,14 +298,6 @@ def _cells(plan: Plan) -> list[list[str]]:
     return [head, *body]
 
 
-def _text_table(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return [
-        "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
-
-
 def _plot_bytes(axes: Any, plan: Plan) -> None:
     mib = 2**20
     sizes = [c.microbatch_size for c in plan.candidates]
@@ -307,10 +308,11 @@ def _plot_bytes(axes: Any, plan: Plan) -> None:
     if plan.microbatch_size is not None:
         axes.plot(
             [plan.microbatch_size],
-            [plan.predicted_bytes / mib],
+            [(plan.predicted_bytes + plan.margin_bytes) / mib],
             "o",
             color="#16a34a",
             markersize=10,
+            label="chosen",
         )
     axes.set(xscale="log", yscale="log", xlabel="rows a microbatch", ylabel="MiB")
     axes.legend()

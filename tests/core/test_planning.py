@@ -1,6 +1,7 @@
 """The search against brute force, budgets, and what a plan says."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -139,7 +140,11 @@ def test_several_processes_take_the_smallest():
     lowered = lower_to(plan, 9, candidate_sizes(64, remainder=False))
     assert (plan.microbatch_size, lowered.microbatch_size) == (32, 8)
     assert lowered.num_microbatches == 8
-    assert "Another process" in lowered.explanation
+    assert lowered.predicted_bytes == 8
+    assert "Another process can hold only 9, so all use 8." in lowered.explanation
+    nothing = lower_to(plan, 0, candidate_sizes(64, remainder=False))
+    assert (nothing.microbatch_size, nothing.predicted_bytes, nothing.fits) == (None, 1, False)
+    assert nothing.explanation.endswith("Another process can hold no size, so none fits.")
     assert lower_to(plan, 64, ()) is plan
 
 
@@ -181,6 +186,15 @@ def test_a_plan_draws_itself():
     timed = plan_of(lambda size: size, 64, 40, seconds={32: 2.0, 16: 1.0})
     assert len(plain.plot().axes) == 1
     assert len(timed.plot().axes) == 2
+
+
+def test_the_chosen_size_is_drawn_on_the_line_its_margin_included():
+    pytest.importorskip("matplotlib")
+    plan = replace(plan_of(lambda size: size * 2**20, 64, 40 * 2**20), margin_bytes=8 * 2**20)
+    plan = replace(plan, predicted_bytes=plan.predicted_bytes - plan.margin_bytes)
+    lines = {line.get_label(): line for line in plan.plot().axes[0].lines}
+    assert lines["chosen"].get_xydata().tolist() == [[32, 32]]
+    assert [32, 32] in lines["needed"].get_xydata().tolist()
 
 
 @pytest.mark.parametrize(
