@@ -254,6 +254,37 @@ def test_nested_in_itself_and_inside_a_scan():
     assert_close(jax.jit(jax.grad(small))(1.0), jax.grad(scanned(loss))(1.0))
 
 
+def two_of_each(w, v, x):
+    """Outputs of `w` alone and of `v` alone, so that a map over `v` leaves some of them as they are."""
+    of = lambda p: (jnp.tanh(x @ p), jnp.sum(jnp.sin(x @ p)), jnp.max(x @ p))
+    return of(w) + of(v)
+
+
+@pytest.mark.parametrize("traced", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("inside", [False, True])
+def test_outputs_that_a_map_leaves_alone_have_their_own_derivatives(traced, inside):
+    vs = jnp.stack([W, 2 * W, -W])
+    mapped = lambda f: jax.vmap(traced(f), (None, 0, None))
+    if not inside:
+        mapped = lambda f: traced(jax.vmap(f, (None, 0, None)))
+
+    def total(f):
+        return lambda w, vs: sum(jnp.sum(jnp.cos(out)) for out in mapped(f)(w, vs, X))
+
+    small = microbatch(two_of_each, 2, 4, (Kind.CONCAT, Kind.SUM, Kind.MAX) * 2)
+    assert_close(jax.grad(total(small), (0, 1))(W, vs), jax.grad(total(two_of_each), (0, 1))(W, vs))
+
+
+@pytest.mark.parametrize("traced", [jax.jit, jax.checkpoint])
+def test_a_map_over_cotangents_inside_a_tangent(traced):
+    def pullbacks(encode):
+        total = traced(lambda w: jnp.sum(jnp.sin(encode(w, X))))
+        return lambda w: jax.vmap(lambda ct: jax.vjp(total, w)[1](ct)[0])(jnp.arange(3.0))
+
+    small = microbatch(features, 1, 4, Kind.CONCAT)
+    assert_close(jax.jacfwd(pullbacks(small))(W), jax.jacfwd(pullbacks(features))(W))
+
+
 def evaluated(f, *args):
     """How many times the compiled program multiplies matrices: a count of what really runs."""
     text = jax.jit(f).lower(*args).compile().as_text()

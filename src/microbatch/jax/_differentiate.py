@@ -35,6 +35,7 @@ from microbatch.jax._fold import Arrays, Loop, divisor, only
 from microbatch.jax._linear import linear_map
 from microbatch.jax._rows import take, varying_axes
 from microbatch.jax._spread import fold
+from microbatch.jax._together import together
 
 Differentiate = OneOf["auto", "in_forward", "recompute", "store"]
 Result = tuple[list[Any], list[Any]]
@@ -56,13 +57,20 @@ def evaluate(loop: Loop, arrays: Arrays, where: str, differentiate: Differentiat
 
     @jax.custom_jvp
     def run(arrays: Arrays) -> Result:
-        return fold(loop, with_count(arrays))
+        return _together(fold(loop, with_count(arrays)), arrays)
 
     def rule(primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Result, Result]:
-        return _jvp(loop, with_count(*primals), *tangents, where, differentiate)
+        out, tangents_out = _jvp(loop, with_count(*primals), *tangents, where, differentiate)
+        return _together(out, *primals), tangents_out
 
     run.defjvp(rule, symbolic_zeros=True)
     return run(arrays if static_count is None else replace(arrays, count=None))
+
+
+def _together(out: Result, arrays: Arrays) -> Result:
+    """The results, mapped alike by the function and by its rule; see `together`."""
+    leaves, treedef = jax.tree.flatten(out)
+    return treedef.unflatten(together(leaves, jax.tree.leaves(arrays)))
 
 
 def _jvp(

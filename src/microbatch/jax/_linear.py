@@ -81,13 +81,15 @@ def _transpose(cotangents: Any, *args: Any, **params: Any) -> list[Any]:
     return [None] * count + out
 
 
-def _batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], list[int]]:
+def _batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], list[Any]]:
     forward, transposed = params["forward"], params["transposed"]
-    count, size, name = params["num_residuals"], axis_data.size, axis_data.name
-    mapped = [None if dim is None or type(dim).__name__ == "NotMapped" else dim for dim in dims]
+    count, size = params["num_residuals"], axis_data.size
+    mapped = mapped_axes(dims)
+    if all(axis is None for axis in mapped):
+        out = linear_map_p.bind(*args, **params)
+        return out, [dims[0]] * len(out)
     residual_axes, tangent_axes = mapped[:count], mapped[count:]
-    options = {"axis_size": size, "axis_name": name, "spmd_axis_name": axis_data.spmd_name}
-    options = {key: value for key, value in options.items() if value is not None}
+    options = vmap_options(axis_data)
 
     def batched_forward(residuals: list[Any], tangents: list[Any]) -> list[Any]:
         return jax.vmap(forward, (residual_axes, tangent_axes), 0, **options)(residuals, tangents)
@@ -115,6 +117,21 @@ def _batch(axis_data: Any, args: Any, dims: Any, **params: Any) -> tuple[list[An
     }
     out = linear_map_p.bind(*args, **params)
     return out, [0] * len(out)
+
+
+def mapped_axes(dims: Any) -> list[int | None]:
+    """Where each operand of a batching rule is mapped, as `vmap`'s in_axes say it."""
+    return [None if dim is None or type(dim).__name__ == "NotMapped" else dim for dim in dims]
+
+
+def vmap_options(axis_data: Any) -> dict[str, Any]:
+    """The options of the `vmap` that calls a batching rule."""
+    options = {
+        "axis_size": axis_data.size,
+        "axis_name": axis_data.name,
+        "spmd_axis_name": axis_data.spmd_name,
+    }
+    return {key: value for key, value in options.items() if value is not None}
 
 
 linear_map_p.def_impl(_evaluate)
