@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from microbatch._errors import DifferentError
+from microbatch._tables import html_table, text_table
 
 Verdict = Literal["exact", "rounding", "different"]
 
@@ -134,20 +135,17 @@ class Verification:
 
     def __str__(self) -> str:
         said = [line for cause in self.causes for line in (cause.sentence, cause.remedy) if line]
-        return "\n".join([self.title, "", *_text_table(_cells(self)), "", self.explanation, *said])
+        return "\n".join(
+            [self.title, "", *text_table(_cells(self), names=1), "", self.explanation, *said]
+        )
 
     def _repr_html_(self) -> str:
-        head, *body = _cells(self)
-        row = lambda tag, cells: (
-            "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-        )
-        table = row("th", head) + "".join(row("td", cells) for cells in body)
         said = "".join(
             f"<li>{html.escape(cause.sentence)} {html.escape(cause.remedy)}</li>"
             for cause in self.causes
         )
         return (
-            f"<p>{html.escape(self.title)}</p><table>{table}</table>"
+            f"<p>{html.escape(self.title)}</p>{html_table(_cells(self))}"
             f"<p>{html.escape(self.explanation)}</p><ul>{said}</ul>"
         )
 
@@ -319,12 +317,3 @@ def _cells(verification: Verification) -> list[list[str]]:
             for c in verification.comparisons
         ),
     ]
-
-
-def _text_table(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    line = lambda row: "  ".join(
-        cell.ljust(w) if i == 0 else cell.rjust(w)
-        for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-    )
-    return [line(row).rstrip() for row in cells]
