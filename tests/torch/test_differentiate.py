@@ -532,13 +532,14 @@ def test_in_forward_over_ddp():
 
 def test_the_private_parts_of_pytorch_are_where_they_were():
     from microbatch.torch import _internals
+    from microbatch.torch._graph import reach_of
 
     leaf = torch.ones((), requires_grad=True)
     before = leaf.exp()
     since = _internals.graph_clock()
-    reached = _internals.Reached([leaf.exp() * 2], since)
-    assert reached.leaves == [leaf] and reached.earlier is None
-    assert _internals.Reached([before * 2], since).earlier == "ExpBackward0"
+    reached = reach_of(leaf.exp() * 2, since=since)
+    assert list(reached.leaves.values()) == [leaf] and reached.earlier is None
+    assert reach_of(before * 2, since=since).earlier == "ExpBackward0"
     assert not _internals.transforms_active() and not _internals.is_transformed(leaf)
     seen = []
     grad(
@@ -556,3 +557,20 @@ def test_the_private_parts_of_pytorch_are_where_they_were():
     old = _internals.swap_member(module, "bias", torch.zeros(1))
     assert isinstance(old, nn.Parameter) and not isinstance(module.bias, nn.Parameter)
     assert copy.deepcopy(leaf).requires_grad
+    changed = torch.zeros(1)
+    version = _internals.version_of(changed)
+    changed.add_(1)
+    assert _internals.version_of(changed) > version
+    with torch.inference_mode():
+        assert _internals.version_of(torch.zeros(1)) == -1
+    assert _internals.acts_on_gradient(leaf) and not _internals.acts_after_gradient(leaf)
+    other = torch.ones((), requires_grad=True)
+    other.register_post_accumulate_grad_hook(lambda p: None)
+    assert _internals.acts_after_gradient(other) and not _internals.acts_on_gradient(other)
+    assert not _internals.is_compiled(module)
+    assert _internals.is_compiled(torch.compile(module, backend="eager"))
+    module.compile(backend="eager")
+    assert _internals.is_compiled(module)
+    fun = lambda x: x
+    assert _internals.before_compiling(torch.compile(fun, backend="eager")) is fun
+    assert _internals.before_compiling(fun) is None

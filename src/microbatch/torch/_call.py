@@ -21,13 +21,14 @@ from microbatch.torch._batch import refuse_uncuttable
 from microbatch.torch._captured import (
     Member,
     captured_tensors,
+    in_modes,
     installed,
     matters,
     members_of,
     rebind,
 )
 from microbatch.torch._discovery import Found, discover
-from microbatch.torch._internals import is_transformed, transforms_active
+from microbatch.torch._internals import is_transformed, transforms_active, version_of
 from microbatch.torch._layout import Layout
 from microbatch.torch._program import Output, Program, output_of
 from microbatch.torch._randomness import Randomness
@@ -153,6 +154,7 @@ class Call:
         """Called with the states of a microbatch, before they are cut from their graph."""
         self._evaluated: set[int] = set()
         self._changed: str | None = None
+        self._modes: list[tuple[nn.Module, bool]] = []
 
     def found(self) -> Found:
         """The modules that the function and its arguments hold."""
@@ -178,6 +180,7 @@ class Call:
                     inputs.append(Input(leaf, axis, (key, number)))
         if found is not None:
             self._randomness.add(self._generators(found))
+            self._modes = [(module, module.training) for _, module in found.modules.values()]
             inputs += [Input(tensor) for tensor in captured_tensors(self._fun)]
             functional = transforms_active()
             reals: set[int] = set()
@@ -241,11 +244,10 @@ class Call:
             self.refuse_change_in_place()
         self._evaluated.add(index)
         watched = self._watched(leaves)
-        # Reading a tensor's version needs no value, so nothing waits for a device.
-        before = [tensor._version for _, tensor in watched]
+        before = [version_of(tensor) for _, tensor in watched]
         output = self.run_function(index, leaves)
         for (path, tensor), version in zip(watched, before, strict=True):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 self._changed = path
         if self.layout is None:
             self.layout = Layout.of(self.where, self._accumulator, output)
@@ -386,7 +388,7 @@ class Call:
 
     @contextmanager
     def _replaying(self) -> Any:
-        with self._randomness.replaying(), restored(self._autocast):
+        with self._randomness.replaying(), restored(self._autocast), in_modes(self._modes):
             yield
 
     def _rebuild(

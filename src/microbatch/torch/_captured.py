@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from microbatch.torch._internals import is_transformed, swap_member
+from microbatch.torch._internals import before_compiling, is_transformed, swap_member
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 _LARGEST_CONTAINER = 4096
@@ -65,6 +65,19 @@ def installed(members: Sequence[Member]) -> Iterator[None]:
             swap_member(module, name, tensor)
 
 
+@contextmanager
+def in_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """The modules in training or evaluation mode, as they were when these pairs were made."""
+    changed = [(module, training) for module, training in modes if module.training != training]
+    for module, training in changed:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, training in changed:
+            module.training = not training
+
+
 def rebind(fun: Callable[..., Any], replace: Replace) -> Callable[..., Any]:
     """`fun` itself where nothing is replaced, else the same program over other tensors.
 
@@ -113,7 +126,7 @@ def _rebound_container(item: Any, again: Callable[[Any], Any]) -> Any:
 
 def _rebound_function(fun: types.FunctionType, again: Callable[[Any], Any]) -> types.FunctionType:
     # What a compiler has wrapped would be compiled anew in every call.
-    if "_torchdynamo_orig_callable" in fun.__dict__:
+    if before_compiling(fun) is not None:
         return fun
     cells = []
     for cell in fun.__closure__ or ():

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from microbatch.torch._internals import before_compiling, is_compiled
+
 _DEPTH = 3
 _LARGEST_CONTAINER = 1024
 
@@ -32,8 +34,7 @@ class Found:
         """Adds a module with all its submodules."""
         for path, child in module.named_modules():
             self.modules.setdefault(id(child), (f"{name}.{path}" if path else name, child))
-            # Compiled in place, or as a module around this one; torch.compile leaves no public sign.
-            self.compiled |= child._compiled_call_impl is not None or "_orig_mod" in child._modules
+            self.compiled |= is_compiled(child)
 
     def named_leaves(self) -> list[tuple[str, torch.Tensor]]:
         """Every leaf that can receive a gradient, once, with a name."""
@@ -125,7 +126,7 @@ def _visit_function(
     wrapped = inspect.unwrap(fun)
     if wrapped is not fun and isinstance(wrapped, types.FunctionType):
         visit(wrapped.__name__, wrapped, depth)
-    original = fun.__dict__.get("_torchdynamo_orig_callable")
+    original = before_compiling(fun)
     if original is not None:
         found.compiled = True
         visit(fun.__name__, original, depth)

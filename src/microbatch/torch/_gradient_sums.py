@@ -8,7 +8,8 @@ import torch
 
 from microbatch._errors import GraphError
 from microbatch._splitting import Split
-from microbatch.torch._internals import Reached, graph_clock, is_transformed, own_hooks_only
+from microbatch.torch._graph import reach_of
+from microbatch.torch._internals import graph_clock, is_transformed, own_hooks_only
 from microbatch.torch._tensors import carry_dtype
 
 
@@ -95,12 +96,12 @@ class GradientSums:
             raise GraphError(
                 _message(self._where, "a tensor of an outer torch.func transformation")
             )
-        reached = Reached(outputs, self._since)
+        reached = reach_of(*outputs, since=self._since)
         if reached.earlier is not None:
             what = f"a tensor that was computed before the call (by {reached.earlier})"
             raise GraphError(_message(self._where, what))
         known = self._known | {id(leaf) for leaf in self._rows.values()}
-        return [leaf for leaf in reached.leaves if id(leaf) not in known]
+        return [leaf for key, leaf in reached.leaves.items() if key not in known]
 
     def add(
         self,

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from microbatch._errors import DistributedError, HookError, RowMixingError
 from microbatch.torch._discovery import Found
-from microbatch.torch._internals import acts_after_gradient, acts_on_gradient
+from microbatch.torch._internals import acts_after_gradient, acts_on_gradient, version_of
 
 _SMALL_BYTES = 1 << 20
 _seen_unchanged: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
@@ -158,22 +158,22 @@ class _Buffer:
         self.module = module
         self._key = key
         self._tensor = tensor
-        self._version = _version(tensor)
+        self._version = version_of(tensor)
         trusted = _seen_unchanged.get(module) == module.training
         small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
         self._value = tensor.detach().clone() if small and not trusted else None
 
     def changed(self) -> bool:
         now = getattr(self.module, self._key, None)
-        return now is not self._tensor or _version(self._tensor) != self._version
+        return now is not self._tensor or version_of(self._tensor) != self._version
 
     def restore(self) -> bool:
         if self._value is not None:
             with torch.no_grad():
                 self._tensor.copy_(self._value)
         setattr(self.module, self._key, self._tensor)
-        intact = self._value is not None or _version(self._tensor) == self._version
-        self._version = _version(self._tensor)
+        intact = self._value is not None or version_of(self._tensor) == self._version
+        self._version = version_of(self._tensor)
         return intact
 
 
@@ -190,8 +190,3 @@ def _check_leaf(where: str, name: str, leaf: torch.Tensor) -> None:
             "Remove it and change .grad after the call, or accept that with allow_hooks=True (right for hooks that "
             "are linear)."
         )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    # How autograd counts in-place changes; reading it needs no value, so nothing waits for the device.
-    return -1 if tensor.is_inference() else tensor._version

@@ -1,6 +1,5 @@
 """The private parts of PyTorch that the transformations need, each behind one function; a test fails when one moves."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,40 +20,26 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 def graph_clock() -> int:
     """A number that grows with every node that autograd makes on this thread."""
     with torch.enable_grad():
-        return _leaf().view(()).grad_fn._sequence_nr()
+        return _LEAF.view(()).grad_fn._sequence_nr()
 
 
-@functools.cache
-def _leaf() -> torch.Tensor:
-    return torch.zeros((), device="cpu", requires_grad=True)
+def is_older(node: Any, clock: int) -> bool:
+    """Whether autograd made the node before the clock showed this."""
+    return node._sequence_nr() < clock
 
 
-class Reached:
-    """Where the graph of some tensors ends: leaves, and whether it goes on into a graph that was made before."""
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The leaf whose gradient ends in the node, None for a node inside the graph.
 
-    def __init__(self, outputs: Sequence[torch.Tensor], since: int) -> None:
-        self.leaves = [t for t in outputs if t.requires_grad and t.grad_fn is None]
-        self.earlier: str | None = None
-        ends = _type_of_leaves()
-        pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
-        seen = set(pending)
-        while pending:
-            node = pending.pop()
-            if type(node) is ends:
-                self.leaves.append(node.variable)
-            elif node._sequence_nr() < since:
-                self.earlier = node.name()
-            else:
-                for following, _ in node.next_functions:
-                    if following is not None and following not in seen:
-                        seen.add(following)
-                        pending.append(following)
+    Told by the node's type, whose name is not public; other nodes may have a ``variable``, too.
+    """
+    return node.variable if type(node) is _END else None
 
 
-@functools.cache
-def _type_of_leaves() -> type:
-    with torch.enable_grad():
-        return type(_leaf().view(()).grad_fn.next_functions[0][0])
+# Made here, and not at the first use, which may be among tensors of shapes alone.
+with torch.inference_mode(False), torch.enable_grad():
+    _LEAF = torch.zeros((), device="cpu", requires_grad=True)
+    _END = type(_LEAF.view(()).grad_fn.next_functions[0][0])
 
 
 def acts_on_gradient(leaf: torch.Tensor) -> bool:
@@ -92,3 +77,21 @@ def swap_member(module: torch.nn.Module, name: str, value: Any) -> Any:
     before = members[name]
     members[name] = value
     return before
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows with every change in place, as autograd counts them.
+
+    Reading it needs no value, so nothing waits for the device. An inference tensor has none.
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` wrapped the module, around it or in place; it leaves no public sign."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def before_compiling(fun: Any) -> Any:
+    """The function that `torch.compile` wrapped to make `fun`; None where it did not."""
+    return fun.__dict__.get("_torchdynamo_orig_callable")

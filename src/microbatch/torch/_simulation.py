@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from microbatch._errors import PlanError
 from microbatch.torch._batch import Batch
 from microbatch.torch._discovery import Found, discover
+from microbatch.torch._graph import reach_of
 from microbatch.torch._tensors import carry_dtype
 from microbatch.torch._tracking import TensorBytes, tensor_bytes
 
@@ -187,7 +188,7 @@ def _run(
             roots = [t for t in tree_leaves(output) if _is_tensor(t) and t.requires_grad]
             cotangents = [torch.ones_like(t) for t in roots]
         del output
-        leaves = _graph_leaves(roots)
+        leaves = list(reach_of(*roots).leaves.values())
         torch.autograd.backward(roots, cotangents)
         del roots, cotangents
         if work.accumulator_dtype is not None:
@@ -257,21 +258,6 @@ def _move_gradients(
         else:
             buffers[id(leaf)] = leaf.grad.to(dtype)
         leaf.grad = None
-
-
-def _graph_leaves(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors whose `.grad` a backward from `outputs` would touch."""
-    pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen, leaves = set(pending), []
-    while pending:
-        node = pending.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return leaves
 
 
 def _clone(

@@ -9,7 +9,7 @@ from microbatch._accumulation import Carry
 from microbatch._errors import AccumulatorError
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._call import Call
-from microbatch.torch._internals import Reached
+from microbatch.torch._graph import reach_of
 
 
 class States:
@@ -49,7 +49,7 @@ class States:
             return values
         return [
             value
-            if value.requires_grad and not all(map(self.owns, Reached([value], 0).leaves))
+            if value.requires_grad and not all(map(self.owns, reach_of(value).leaves.values()))
             else value.detach()
             for value in values
         ]
@@ -60,7 +60,7 @@ class States:
             return
         self._call.watch_states = lambda states: None
         del self._call.carries[self._index]
-        if self._depends and any(self.owns(leaf) for leaf in Reached(outputs, 0).leaves):
+        if self._depends and any(map(self.owns, reach_of(*outputs).leaves.values())):
             raise AccumulatorError(
                 f"{self._where}: the output depends on a carried state, and the state on something that is differentiated; "
                 "no derivative flows through a Carry, so it would be missing.\n"
@@ -79,5 +79,7 @@ class States:
 
     def _watch(self, states: list[Any]) -> None:
         tensors = [t for _, t in leaves_with_paths(states) if isinstance(t, torch.Tensor)]
-        reached = Reached([t for t in tensors if t.requires_grad], 0)
-        self._depends = self._depends or any(not self.owns(leaf) for leaf in reached.leaves)
+        reached = reach_of(*(t for t in tensors if t.requires_grad))
+        self._depends = self._depends or any(
+            not self.owns(leaf) for leaf in reached.leaves.values()
+        )

@@ -27,6 +27,7 @@ from microbatch.torch._exchange import Totals, read_weights, sum_over
 from microbatch.torch._gradients import Restorer, WideSums
 from microbatch.torch._graph import connected_zero, reach_of
 from microbatch.torch._guards import Guard
+from microbatch.torch._internals import version_of
 from microbatch.torch._out_of_memory import is_out_of_memory, out_of_memory
 from microbatch.torch._reduction import Terms, scale, terms_of
 from microbatch.torch._sources import Options, Preparation, Source
@@ -174,6 +175,7 @@ class _Call:
         try:
             self._loop(progress, restorer)
             losses = self._global_losses(progress)
+            aux = join(self.where, progress.auxes) if progress.auxes else None
         except BaseException as error:
             if self.wide is not None:
                 self.wide.abandon()
@@ -182,7 +184,7 @@ class _Call:
                 raise
             words = str(error)
         else:
-            return losses, join(progress.auxes) if progress.auxes else None
+            return losses, aux
         finally:
             finish(self.wrappers)
         # Raised here, outside of the except block: otherwise the error would keep the attempt's tensors alive.
@@ -253,6 +255,12 @@ class _Call:
             output = self.loss_fn(*args)
         losses, aux = unpack(self.where, output, self.options.has_aux)
         keys = list(losses)
+        if not first and set(keys) != set(progress.losses):
+            raise MicrobatchError(
+                f"{self.where}: the loss of microbatch {index} has the keys {keys}, and those of earlier ones "
+                f"{list(progress.losses)}.\n"
+                "Return the same losses from every microbatch, for example zeros that depend on the parameters."
+            )
         total: torch.Tensor | None = None
         for key, term in self.terms.of(self.where, keys).items():
             loss, factor = losses[key], self._scale(key, term, index)
@@ -416,7 +424,7 @@ def _leaves_behind(given: Any) -> Iterable[torch.Tensor]:
 
 def _state(parameter: torch.Tensor) -> Any:
     grad = parameter.grad
-    return None if grad is None else (id(grad), grad._version)
+    return None if grad is None else (id(grad), version_of(grad))
 
 
 def _add(
