@@ -18,10 +18,12 @@ from microbatch._splitting import Split, make_split
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch._verification import Cause, Leaf, Verification, compare, explain, worst
 from microbatch.torch._batch import NOT_SPLIT, Batch, argument_names, batch_of
+from microbatch.torch._clues import influential_module, possible_weights
 from microbatch.torch._discovery import Found, discover
 from microbatch.torch._memory import device_budget, device_of
 from microbatch.torch._microbatch import microbatch
 from microbatch.torch._planning import bundle
+from microbatch.torch._randomness import sources
 from microbatch.torch._simulation import Work, fake_peak, kept
 from microbatch.torch._tensors import dtype_name
 
@@ -124,9 +126,6 @@ def _verify(run: "_Run", total: int, name: str) -> Verification:
         reference = None if precise is None else precise.results(precise.fun)
         comparisons = compare(whole, pieces, reference)
         verdict = worst([c.verdict for c in comparisons])
-        different = [c.verdict == "different" for c in comparisons if c.role == "value"]
-        if verdict == "different" and not any(different):
-            different = [True] * len(different)  # the gradient alone
         return Verification(
             name=name,
             framework="torch",
@@ -135,7 +134,7 @@ def _verify(run: "_Run", total: int, name: str) -> Verification:
             microbatch_size=run.split.microbatch_size,
             verdict=verdict,
             comparisons=comparisons,
-            causes=find_causes(precise or run, different),
+            causes=find_causes(precise or run, comparisons),
             explanation=explain(comparisons, verdict),
         )
 
@@ -277,7 +276,7 @@ class _Run:
             for k, (path, leaf) in enumerate(leaves_with_paths(arg, name)):
                 if cut[k] == NOT_SPLIT or not _is_tensor(leaf):
                     continue
-                for text, way in _ways(leaf):
+                for text, way in possible_weights(leaf):
                     weigh = lambda *args, _i=i, _k=k, _way=way: _way(
                         leaves_with_paths(args[_i])[_k][1]
                     )
@@ -285,10 +284,12 @@ class _Run:
 
     def random_numbers(self) -> Cause | None:
         args = self.batch.args
-        with torch.random.fork_rng(), torch.no_grad():
-            before = torch.get_rng_state()
+        before = [(source, source.get_state()) for source in sources()]
+        with torch.no_grad():
             self.fun(*args)
-            drew = not torch.equal(before, torch.get_rng_state())
+        drew = [source for source, state in before if not torch.equal(source.get_state(), state)]
+        for source, state in before:
+            source.set_state(state)
         if not drew:
             return None
         modules = [
@@ -306,51 +307,9 @@ class _Run:
         )
 
     def influential_part(self, rows: np.ndarray) -> str | None:
-        """The first module whose output changes in rows in which its input did not."""
-        changed = np.flatnonzero(rows != np.arange(len(rows)))
-        others = torch.as_tensor(np.setdiff1d(np.arange(len(rows)), changed))
+        others = torch.as_tensor(np.flatnonzero(rows == np.arange(len(rows))))
         found = discover(self.fun, self.batch.args)
-        plain = _watched(found, lambda: self.whole(), others, len(rows))
-        other = _watched(found, lambda: self.whole(rows), others, len(rows))
-        for (name, inputs, outputs), (_, inputs_too, outputs_too) in zip(plain, other):
-            if _close(inputs, inputs_too) and not _close(outputs, outputs_too):
-                return name
-        return None
-
-
-Calls = list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]
-
-
-def _watched(found: Found, run: Callable[[], Any], others: torch.Tensor, size: int) -> Calls:
-    """What goes in and out of every module without submodules, in the rows `others`."""
-    calls: Calls = []
-
-    def of(values: Any) -> list[torch.Tensor]:
-        rows = [t for t in tree_leaves(values) if _is_tensor(t) and t.ndim and len(t) == size]
-        return [t.detach()[others.to(t.device)].clone() for t in rows]
-
-    handles = [
-        module.register_forward_hook(
-            lambda module, args, out, name=name: calls.append(
-                (f"{name} ({type(module).__name__})", of(args), of(out))
-            )
-        )
-        for name, module in found.modules.values()
-        if not any(True for _ in module.children())
-    ]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-def _close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
-        for a, b in zip(left, right)
-    )
+        return influential_module(found, self.whole, lambda: self.whole(rows), others, len(rows))
 
 
 @contextlib.contextmanager
@@ -389,22 +348,6 @@ def _positional(
     return lambda *values: weight_fn(
         *values[:count], **dict(zip(names, values[count:], strict=True))
     )
-
-
-def _ways(leaf: torch.Tensor) -> list[tuple[str, Callable[[torch.Tensor], Any]]]:
-    """Weights that a tensor may hold, each with its text."""
-    if leaf.dtype == torch.bool:
-        return [("{x}.sum()", torch.sum)]
-    if not leaf.is_floating_point() and not leaf.is_complex():
-        return [
-            ("({x} != -100).sum()", lambda x: (x != -100).sum()),
-            ("{x}.sum()", torch.sum),
-            ("({x} != 0).sum()", lambda x: (x != 0).sum()),
-            ("({x} != -1).sum()", lambda x: (x != -1).sum()),
-            ("({x} >= 0).sum()", lambda x: (x >= 0).sum()),
-        ]
-    is_mask = not leaf.is_complex() and bool((leaf.isfinite() & (leaf >= 0)).all())
-    return [("{x}.sum()", torch.sum)] if is_mask else []
 
 
 def _has_meaning(roots: list[torch.Tensor], accumulator: Any) -> bool:
