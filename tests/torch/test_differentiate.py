@@ -194,6 +194,16 @@ def test_N21_generators_that_can_be_found_are_replayed(held):
     assert_same(found, gradients(by_hand, list(net.parameters())))
 
 
+def test_modules_are_evaluated_again_in_the_mode_that_they_were_in():
+    net, x = network(dropout=0.9), rows(6, 4)
+    net.eval()
+    output = microbatch(net, 0, 2, CONCAT)(x)
+    net.train()
+    found = gradients(output, list(net.parameters()))
+    assert net.training and net[2].training
+    assert_same(found, gradients(net.eval()(x), list(net.parameters())))
+
+
 def test_arguments_that_change_in_place_are_not_evaluated_again():
     w = rows(4).requires_grad_()
 

@@ -279,3 +279,18 @@ def test_argnums_count_from_the_end_and_are_checked(data):
     torch.testing.assert_close(found, total(per_example(net, *data)))
     with pytest.raises(BatchError, match="argnums names argument 3, and the call has 3 positional"):
         micro_grad(loss, argnums=3, batch_argnums=(1, 2))(net, *data)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_last_of_examples_that_all_have_weight_0(engine):
+    x = torch.arange(4.0)
+    last = micro_vmap(
+        lambda x: x, microbatch_size=2, accumulator=LAST, weight_fn=lambda x: 0, engine=engine
+    )
+    assert last(x) == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_output_that_is_no_number_is_refused(engine):
+    with pytest.raises(AccumulatorError, match="an output is a str"):
+        micro_vmap(lambda x: {"name": "a"}, microbatch_size=2, engine=engine)(torch.arange(4.0))

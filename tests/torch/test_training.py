@@ -361,6 +361,11 @@ def test_value_and_grad_of_some_parameters_touches_no_other():
     assert grads_of(model) == [None] * 4
 
 
+def test_value_and_grad_refuses_an_empty_tree():
+    with pytest.raises(microbatch.GraphError, match="params is empty"):
+        mb.value_and_grad(lambda x: x.sum(), {}, microbatch_size=2)
+
+
 def test_value_and_grad_refuses_what_is_not_a_leaf():
     w = torch.ones(2, requires_grad=True)
     with pytest.raises(microbatch.GraphError, match=r"params\['w'\] is not a leaf"):
@@ -687,7 +692,7 @@ def test_C14_every_option_is_forwarded(name, monkeypatch):
     elif name == "backward_window":
         function(len, [(x,)], in_dims=1, **given)
     else:
-        function(len, [], microbatch_size=4, in_dims=1, **given)(x)
+        function(len, torch.zeros((), requires_grad=True), microbatch_size=4, in_dims=1, **given)(x)
     [(options, source)] = seen
     for key, value in given.items():
         assert getattr(options, key) is value, key

@@ -139,6 +139,29 @@ def test_losses_that_are_not_one(returned, words):
     assert untouched(model)
 
 
+@pytest.mark.parametrize(
+    "returned, words",
+    [
+        (lambda x: ({"a" if x[0] else "b": (x * 1).sum()}, None), "has the keys"),
+        (
+            lambda x: (x.sum(), {"a" if x[0] else "b": x}),
+            "aux of the microbatches cannot be joined",
+        ),
+        (lambda x: (x.sum(), x.new_ones(2, 1 + int(x[0]))), "aux of the microbatches cannot be"),
+    ],
+)
+def test_what_differs_between_microbatches(returned, words):
+    scale = torch.ones(1, requires_grad=True)
+    with pytest.raises(microbatch.MicrobatchError, match=words):
+        mb.backward(
+            lambda x: returned(x * scale),
+            torch.tensor([0.0, 0, 1, 1]),
+            microbatch_size=2,
+            has_aux=True,
+        )
+    assert scale.grad is None
+
+
 def test_a_loss_without_a_graph():
     model = nn.Linear(5, 3)
     with pytest.raises(

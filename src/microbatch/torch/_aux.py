@@ -59,10 +59,10 @@ def detach(aux: Any) -> Any:
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, aux)
 
 
-def join(auxes: list[Any]) -> Any:
+def join(where: str, auxes: list[Any]) -> Any:
     """The aux of the batch: 0-d tensors stacked, tensors concatenated along their rows, other values as lists.
 
-    >>> join([{"n": torch.tensor(1), "id": "a"}, {"n": torch.tensor(2), "id": "b"}])
+    >>> join("backward(loss)", [{"n": torch.tensor(1), "id": "a"}, {"n": torch.tensor(2), "id": "b"}])
     {'n': tensor([1, 2]), 'id': ['a', 'b']}
     """
 
@@ -74,4 +74,10 @@ def join(auxes: list[Any]) -> Any:
         return torch.cat(leaves)
 
     first, *rest = auxes
-    return map_leaves(join_leaves, first, *rest)
+    try:
+        return map_leaves(join_leaves, first, *rest)
+    except (MicrobatchError, RuntimeError) as error:
+        raise MicrobatchError(
+            f"{where}: the aux of the microbatches cannot be joined: {error}\n"
+            "Return one structure from every microbatch, and tensors that differ in their rows alone."
+        ) from error

@@ -247,7 +247,10 @@ def _reduce(
     if weights is not None:
         real = (weights != 0).reshape(-1, *(1,) * (value.ndim - 1))
         if kind is LAST:
-            return value[weights.nonzero()[-1, 0]] if real.any() else value[-1]
+            # By index, and with the last row where none counts: reading a value would make the host wait.
+            places = torch.arange(len(weights), device=weights.device)
+            last = torch.where(weights != 0, places, -1).amax() % len(weights)
+            return value.index_select(0, last.to(value.device).reshape(1)).squeeze(0)
         value = torch.where(real, value, _neutral(kind, value))
     if kind is CONCAT:
         return value

@@ -5,12 +5,18 @@ from typing import Any
 import torch
 
 from microbatch._accumulation import accumulates_wider
+from microbatch._errors import AccumulatorError
 
 
 def as_tensor(leaf: Any) -> torch.Tensor:
     """A leaf of the output as a tensor; Python numbers in Python's own precision."""
     if isinstance(leaf, torch.Tensor):
         return leaf
+    if not isinstance(leaf, bool | int | float | complex) and not hasattr(leaf, "__array__"):
+        raise AccumulatorError(
+            f"an output is a {type(leaf).__name__}, which cannot be accumulated.\n"
+            "Return tensors or numbers."
+        )
     dtype = {float: torch.float64, complex: torch.complex128}.get(type(leaf))
     return torch.as_tensor(leaf, dtype=dtype)
 

@@ -352,6 +352,11 @@ def value_and_grad(
 
 def _parameters(where: str, tree: Any) -> list[torch.Tensor]:
     leaves = leaves_with_paths(tree, "params")
+    if not leaves:
+        raise GraphError(
+            f"{where}: params is empty.\n"
+            "Give leaves that require a gradient, for example dict(model.named_parameters())."
+        )
     for path, leaf in leaves:
         if not (isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad):
             what = f"a {type(leaf).__name__}"
