@@ -8,7 +8,7 @@ import numpy as np
 from microbatch._accumulation import EXTREMES, AccumulationType
 from microbatch._errors import MicrobatchError
 from microbatch._splitting import Split
-from microbatch._verification import Cause, Leaf, agree
+from microbatch._verification import TRUSTED_UNITS, Cause, Comparison, Leaf, agree
 
 MOST_MICROBATCHES = 64
 MEAN, SUM = AccumulationType.MEAN, AccumulationType.SUM
@@ -50,26 +50,42 @@ class Subject(Protocol):
         ...
 
 
-def find_causes(subject: Subject, different: Sequence[bool]) -> tuple[Cause, ...]:
+def find_causes(subject: Subject, comparisons: Sequence[Comparison]) -> tuple[Cause, ...]:
     """Tries one known reason after another, and reports the first that holds (and values that are not finite).
 
     Args:
       subject: what is examined.
-      different: per value leaf, whether it differs beyond rounding; all False where only non-finite values are sought.
+      comparisons: of the values and the gradients. Where none differs, only non-finite values are sought.
     """
     whole = subject.whole()
     causes = [cause for cause in [_not_finite(subject, whole)] if cause]
-    if not any(different):
+    wrong = [c for c in comparisons if c.verdict == "different"]
+    if not wrong:
         return tuple(causes)
-    reasons: tuple[Callable[[], Cause | None], ...] = (
+    repeatable: tuple[Callable[[], Cause | None], ...] = (
         lambda: _not_repeatable(subject, whole),
         subject.random_numbers,
-        lambda: _low_precision(subject, whole),
-        lambda: _another_kind(subject, whole),
-        lambda: _unequal_means(subject, whole),
-        lambda: _influence(subject, whole),
-        lambda: _not_a_sum(subject, whole),
     )
+    low_precision = lambda: _low_precision(subject, whole)
+    influence = lambda: _influence(subject, whole)
+    if any(c.role == "value" for c in wrong):
+        reasons = (
+            *repeatable,
+            low_precision,
+            lambda: _another_kind(subject, whole),
+            lambda: _unequal_means(subject, whole),
+            influence,
+            lambda: _not_a_sum(subject, whole),
+        )
+    else:
+        # Values that agree already would confirm any other kind or weight, and any precision.
+        lost_digits = max(c.units for c in wrong) < TRUSTED_UNITS
+        reasons = (
+            *repeatable,
+            *([low_precision] if lost_digits else []),
+            influence,
+            lambda: _gradient_alone(subject),
+        )
     for reason in reasons:
         if cause := reason():
             return (*causes, cause)
@@ -228,6 +244,28 @@ def _not_a_sum(subject: Subject, whole: list[Leaf]) -> Cause | None:
                 "the encoder with CONCAT and apply the loss to the whole.",
             )
     return None
+
+
+def _gradient_alone(subject: Subject) -> Cause:
+    """The values agree, so they tell nothing; what is known of gradients is said."""
+    if subject.accumulator in EXTREMES:
+        return Cause(
+            "gradient_alone",
+            "The values agree and a gradient does not: where several rows have the extreme value, the derivative goes to "
+            "the first microbatch of them.",
+        )
+    if subject.weighted:
+        return Cause(
+            "gradient_alone",
+            "The values agree and a gradient does not: no derivative flows through weight_fn.",
+            "Where the weights depend on what is differentiated, return numerator and denominator with "
+            "AccumulationType.SUM, divide them outside, and differentiate that.",
+        )
+    return Cause(
+        "gradient_alone",
+        "The values agree for these arguments and a gradient does not, so the values cannot tell why.",
+        "Verify with other arguments, such as parameters that are not zero: where values differ, too, the reason is found.",
+    )
 
 
 def _agrees(subject: Subject, whole: list[Leaf], **how: Any) -> bool:

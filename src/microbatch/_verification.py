@@ -73,7 +73,7 @@ class Cause:
     Attributes:
       kind: a name for programs: ``"rows_influence_each_other"``, ``"unequal_means"``, ``"sum_given_as_mean"``,
         ``"mean_given_as_sum"``, ``"extremum"``, ``"random_numbers"``, ``"not_repeatable"``, ``"low_precision"``,
-        ``"not_finite"``, ``"not_a_sum"``.
+        ``"not_finite"``, ``"not_a_sum"``, ``"gradient_alone"``.
       sentence: the cause in words, with its evidence.
       remedy: what to do; empty where nothing can be done.
     """

@@ -167,6 +167,27 @@ def test_low_precision_accumulation():
     assert "accumulator_dtype" in poor.causes[0].remedy
 
 
+def test_a_gradient_that_differs_alone_is_not_called_lost_precision():
+    def masked(w, x, mask):
+        return jnp.sum((x * w - 1) ** 2 * mask) / jnp.sum(mask)
+
+    x, mask = jnp.array([1.0, 5.0, 3.0, 9.0]), jnp.array([1.0, 1.0, 1.0, 0.0])
+    # At w = 0 every row's loss is 1, so any weights give the same value.
+    found = verify(masked, (1, 2), MEAN, microbatch_size=2)(jnp.array(0.0), x, mask)
+    assert found.verdict == "different" and kinds(found) == ["gradient_alone"]
+    assert kinds(verify(masked, (1, 2), MEAN, microbatch_size=2)(jnp.array(0.5), x, mask)) == [
+        "unequal_means"
+    ]
+    # Without parameters the batch is differentiated, and here it makes the weights.
+    count = lambda w, x, mask: mask.sum()
+    found = verify(masked, (1, 2), MEAN, microbatch_size=2, weight_fn=count)(0.5, x, mask)
+    assert kinds(found) == ["gradient_alone"] and "weight_fn" in found.causes[0].sentence
+    ties = jnp.ones(4)
+    assert kinds(verify(jnp.max, 0, AccumulationType.MAX, microbatch_size=2)(ties)) == [
+        "gradient_alone"
+    ]
+
+
 def test_N13_values_that_are_not_finite_are_placed():
     x = X.at[9].set(jnp.nan)
     found = verify(mean_loss, (1, 2), MEAN, microbatch_size=4, order="contiguous")(PARAMS, x, Y)

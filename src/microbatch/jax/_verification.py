@@ -122,10 +122,6 @@ def _verify(run: "_Run", total: int, name: str) -> Verification:
     reference = None if precise is None else precise.results(precise.fun)
     comparisons = compare(whole, pieces, reference)
     verdict = worst([c.verdict for c in comparisons])
-    values = [c for c in comparisons if c.role == "value"]
-    different = [c.verdict == "different" for c in values]
-    if verdict == "different" and not any(different):
-        different = [True] * len(values)  # the gradient alone
     return Verification(
         name=name,
         framework="jax",
@@ -134,7 +130,7 @@ def _verify(run: "_Run", total: int, name: str) -> Verification:
         microbatch_size=run.split.microbatch_size,
         verdict=verdict,
         comparisons=comparisons,
-        causes=find_causes(precise or run, different),
+        causes=find_causes(precise or run, comparisons),
         explanation=explain(comparisons, verdict),
     )
 
