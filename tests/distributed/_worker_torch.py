@@ -488,9 +488,9 @@ def value_and_grad_ddp(rank):
     assert_grads(ddp.module.heads, grads[-len(some) :])
     views = DDP(fresh(), gradient_as_bucket_view=True)
     with raises(microbatch.DistributedError, "gradient_as_bucket_view"):
-        mb.value_and_grad(functools.partial(token_loss, views), [], microbatch_size=1)(
-            *batches[rank]
-        )
+        mb.value_and_grad(
+            functools.partial(token_loss, views), [*views.parameters()], microbatch_size=1
+        )(*batches[rank])
     mb.backward(
         functools.partial(token_loss, views),
         *batches[rank],

@@ -11,8 +11,9 @@ from microbatch._accumulation import AccumulationType, Accumulator, Carry
 from microbatch._errors import MicrobatchError
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._accumulators import FoldOptions, make_fold
+from microbatch.torch._arguments import Arguments
 from microbatch.torch._autocast import Autocast
-from microbatch.torch._call import Arguments, Call
+from microbatch.torch._call import Call
 from microbatch.torch._discovery import Found
 from microbatch.torch._gradient_sums import GradientSums
 from microbatch.torch._guards import Guard

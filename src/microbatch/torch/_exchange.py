@@ -1,4 +1,4 @@
-"""The one read of a call: weights of all microbatches, and what the processes tell one another before the first."""
+"""Before the first microbatch: all weights, read at once, and what the processes tell one another."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,11 @@ import torch.distributed as dist
 
 from microbatch._checks import check_weight
 from microbatch._errors import DistributedError
-from microbatch.torch._weights import merged, stacked, widest
+from microbatch.torch._distributed import Wrappers
+from microbatch.torch._guards import Guard
+from microbatch.torch._reduction import Terms
+from microbatch.torch._sources import Preparation, Source
+from microbatch.torch._weights import as_weight, merged, stacked, widest
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,49 @@ class Totals:
     totals: tuple[float, ...]
     even: bool
     """Whether every process has equally many microbatches."""
+
+
+def weigh(
+    where: str, terms: Terms, prepare: Preparation, guard: Guard, wrappers: Wrappers
+) -> tuple[Source, Totals]:
+    """The microbatches and all their weights; a refusal is told to every process before it is raised."""
+    groups, device = wrappers.groups, wrappers.device
+    failure: Exception | None = None
+    source: Source | None = None
+    columns: list[list[Any]] = [[] for _ in terms.weight_fns]
+
+    def read(count: int, failure: Exception | None = None) -> Totals:
+        return read_weights(where, columns, count, groups, device, failure)
+
+    try:
+        guard.check_found()
+        checked = prepare.check()
+        if prepare.agrees and groups:
+            read(0)
+        source = prepare.cut(checked, groups[0] if len(groups) == 1 else None)
+        columns = _columns(where, terms, source)
+    except Exception as error:
+        if not groups or isinstance(error, DistributedError):
+            raise
+        failure = error
+    totals = read(source.count if source is not None else 0, failure)
+    assert source is not None
+    return source, totals
+
+
+def _columns(where: str, terms: Terms, source: Source) -> list[list[Any]]:
+    """The weights of every microbatch by weight function; none where no reduction uses them."""
+    used = {term.column for term in terms.terms.values() if term.reduction != "sum"}
+    with torch.no_grad():
+        return [
+            []
+            if column not in used
+            else [
+                as_weight(where, source.rows(i) if fn is None else fn(*source.args(i)))
+                for i in range(source.count)
+            ]
+            for column, fn in enumerate(terms.weight_fns)
+        ]
 
 
 def read_weights(

@@ -28,8 +28,8 @@ from microbatch._outputs import canonical
 from microbatch._splitting import Order, Remainder, make_split
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._accumulators import FoldOptions
+from microbatch.torch._arguments import Arguments, arguments_of
 from microbatch.torch._batch import NOT_SPLIT, Batch
-from microbatch.torch._call import Arguments, arguments_of
 from microbatch.torch._differentiate import (
     DIFFERENTIATE,
     Differentiate,

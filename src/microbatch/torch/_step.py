@@ -23,7 +23,7 @@ from microbatch.torch._distributed import (
     syncs,
     wrappers_of,
 )
-from microbatch.torch._exchange import Totals, read_weights, sum_over
+from microbatch.torch._exchange import Totals, sum_over, weigh
 from microbatch.torch._gradients import Restorer, WideSums
 from microbatch.torch._graph import connected_zero, reach_of
 from microbatch.torch._guards import Guard
@@ -32,7 +32,6 @@ from microbatch.torch._out_of_memory import is_out_of_memory, out_of_memory
 from microbatch.torch._reduction import Terms, scale, terms_of
 from microbatch.torch._sources import Options, Preparation, Source
 from microbatch.torch._transfer import moved
-from microbatch.torch._weights import as_weight
 
 
 @dataclass
@@ -84,7 +83,7 @@ def step(
         if options.accumulator_dtype is not None
         else None
     )
-    source, totals = _weigh(where, terms, prepare, guard, wrappers)
+    source, totals = weigh(where, terms, prepare, guard, wrappers)
     check_counts(where, wrappers, source.count, totals.even)
     mode = syncs(where, wrappers, options.sync, totals.even)
     call = _Call(
@@ -103,49 +102,6 @@ def step(
         inputs,
     )
     return call.run()
-
-
-def _weigh(
-    where: str, terms: Terms, prepare: Preparation, guard: Guard, wrappers: Wrappers
-) -> tuple[Source, Totals]:
-    """The microbatches and all their weights; a refusal is told to every process before it is raised."""
-    groups, device = wrappers.groups, wrappers.device
-    failure: Exception | None = None
-    source: Source | None = None
-    columns: list[list[Any]] = [[] for _ in terms.weight_fns]
-
-    def read(count: int, failure: Exception | None = None) -> Totals:
-        return read_weights(where, columns, count, groups, device, failure)
-
-    try:
-        guard.check_found()
-        checked = prepare.check()
-        if prepare.agrees and groups:
-            read(0)
-        source = prepare.cut(checked, groups[0] if len(groups) == 1 else None)
-        columns = _columns(where, terms, source)
-    except Exception as error:
-        if not groups or isinstance(error, DistributedError):
-            raise
-        failure = error
-    totals = read(source.count if source is not None else 0, failure)
-    assert source is not None
-    return source, totals
-
-
-def _columns(where: str, terms: Terms, source: Source) -> list[list[Any]]:
-    """The weights of every microbatch by weight function; none where no reduction uses them."""
-    used = {term.column for term in terms.terms.values() if term.reduction != "sum"}
-    with torch.no_grad():
-        return [
-            []
-            if column not in used
-            else [
-                as_weight(where, source.rows(i) if fn is None else fn(*source.args(i)))
-                for i in range(source.count)
-            ]
-            for column, fn in enumerate(terms.weight_fns)
-        ]
 
 
 @dataclass(frozen=True)
