@@ -247,6 +247,29 @@ def test_ones_own_result_keeps_its_dtype_beside_weights():
     assert (rows.dtype, rows.tolist()) == (jnp.bfloat16, [0.0, 1.0, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [None, 2])
+def test_booleans_and_small_integers_are_counted_and_averaged(size, engine):
+    """As `jnp.sum` and `jnp.mean` of the examples: an accuracy is a mean of booleans."""
+    x = jnp.array([0, 40, 80, 120], jnp.int8)
+    fun = lambda x: (x > 40, x)
+    for kind, wanted in ((Kind.MEAN, (0.5, 60.0)), (Kind.SUM, (2, 240))):
+        mapped = micro_vmap(fun, accumulator=kind, microbatch_size=size, engine=engine)
+        assert tuple(x.item() for x in mapped(x)) == wanted
+    weighted = micro_vmap(
+        fun, accumulator=Kind.MEAN, microbatch_size=size, engine=engine, weight_fn=lambda x: x / 40
+    )
+    assert_close(weighted(x), (5 / 6, 560 / 6))
+
+
+def test_keys_are_selected_and_never_summed():
+    key_of = lambda x: jax.random.key(7)
+    kept = micro_vmap(key_of, weight_fn=lambda x: x > 0)(jnp.arange(2))
+    assert kept[1] == jax.random.key(7) and kept[0] != jax.random.key(7)
+    with pytest.raises(AccumulatorError, match="has no SUM"):
+        micro_vmap(key_of, accumulator=Kind.SUM)(jnp.arange(2))
+
+
 @pytest.mark.parametrize("size", [None, 2])
 def test_N11_no_examples_have_a_mean_of_zero(size):
     mapped = micro_vmap(lambda x: (x, x), accumulator=(Kind.MEAN, Kind.SUM), microbatch_size=size)

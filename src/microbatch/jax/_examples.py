@@ -24,7 +24,7 @@ from microbatch.jax._binding import batch_leaves
 from microbatch.jax._factored import Explanation, evaluate, explain
 from microbatch.jax._microbatch import run
 from microbatch.jax._options import Options, checked
-from microbatch.jax._outputs import accumulators_of, matched
+from microbatch.jax._outputs import accumulators_of, check_combines, matched
 from microbatch.jax._stateful import evaluated
 
 Engine = Literal["auto", "factored", "vmap"]
@@ -176,13 +176,17 @@ def _mapped(
 ) -> tuple[Any, ...]:
     """The function of one example, its arguments and their axes, as the engine takes them."""
 
+    kinds = accumulators_of(spec.where, spec.accumulator)
+
     def example(row: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         folded = lambda key: jax.random.fold_in(key, row)
         args = tuple(
             jax.tree.map(folded, a) if i in spec.key_argnums else a for i, a in enumerate(args)
         )
         out = evaluated(spec.where, spec.fun, args, kwargs)
-        matched(spec.where, spec.accumulator, out)
+        parts = zip(kinds, matched(spec.where, spec.accumulator, out), strict=True)
+        for kind, leaf in ((kind, leaf) for kind, part in parts for leaf in jax.tree.leaves(part)):
+            check_combines(spec.where, kind, "an output", jnp.asarray(leaf).dtype)
         return out
 
     return example, (rows, args, kwargs), (None if rows is None else 0, in_axes, 0)

@@ -1,6 +1,5 @@
 """From a tree of accumulators and the output's types to one entry per output leaf, and back to the result's tree."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,19 +129,24 @@ def _check(where: str, part: Part, subtree: Any) -> None:
         return
     for i, (inner, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(subtree)):
         path = f"output{part.path}{jax.tree_util.keystr(inner)}"
-        is_a = functools.partial(jnp.issubdtype, leaf.dtype)
-        check_can_average(where, kind, path, leaf.dtype.name, is_a(jnp.inexact))
-        is_key = is_a(jax.dtypes.extended)
-        ordered = not is_key and not is_a(jnp.complexfloating)
-        check_has_order(where, kind, path, leaf.dtype.name, ordered)
-        if kind is AccumulationType.SUM and is_key:
-            raise AccumulatorError(
-                f"{where}: {path} has dtype {leaf.dtype.name}, which has no SUM.\n"
-                "Use CONCAT or LAST for it, or a Carry where it is the next microbatch's key."
-            )
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        check_can_average(where, kind, path, leaf.dtype.name, inexact)
+        check_combines(where, kind, path, leaf.dtype)
         tail = leaf if part.tail_leaves is None else part.tail_leaves[i]
         if kind in (AccumulationType.SUM, *MEANS, *EXTREMES) and tail.shape != leaf.shape:
             raise changed_type(where, kind, path, "the last microbatch", _words(leaf), _words(tail))
+
+
+def check_combines(where: str, kind: Any, path: str, dtype: Any) -> None:
+    """Refuses extremes of what has no order, and sums of random keys."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+    ordered = not is_key and not jnp.issubdtype(dtype, jnp.complexfloating)
+    check_has_order(where, kind, path, dtype.name, ordered)
+    if is_key and kind in (AccumulationType.SUM, *MEANS):
+        raise AccumulatorError(
+            f"{where}: {path} has dtype {dtype.name}, which has no {kind.name}.\n"
+            "Use CONCAT or LAST for it, or a Carry where it is the next microbatch's key."
+        )
 
 
 def _words(leaf: Any) -> str:

@@ -64,8 +64,8 @@ def micro_vmap(
       microbatch_size: examples in a microbatch; "auto" is the largest number that fits; None maps all at once.
       vmap_fn: what maps; `jax.vmap` or a partial of it with keywords keeps the factored engine, any other
         function is called as ``vmap_fn(fun, in_axes, out_axes)`` and runs as given.
-      accumulator: how the examples' outputs combine, a tree that is a prefix of the output. An `Accumulator`
-        needs its `aggregate`.
+      accumulator: how the examples' outputs combine, a tree that is a prefix of the output. SUM and MEAN of integers
+        and booleans are `jnp.sum`'s and `jnp.mean`'s: counts and shares. An `Accumulator` needs its `aggregate`.
       num_real_microbatches: see `microbatch`.
       num_microbatches: see `microbatch`.
       order: see `microbatch`.

@@ -124,6 +124,24 @@ def test_float16_factors_do_not_underflow():
     np.testing.assert_allclose(got, want, rtol=1e-2)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_float16_sums_are_finite_where_a_bound_on_their_tokens_is_not(engine):
+    signs = jnp.where(jnp.arange(64) % 2, 1, -1)[:, None]
+    a, g = (
+        (100 * signs * jnp.ones((2, 64, 4))).astype(jnp.float16),
+        jnp.ones((2, 64, 3), jnp.float16),
+    )
+    is_finite = lambda a, g: jnp.all(jnp.isfinite(a.T @ (100 * g)))
+    assert evaluate(is_finite, (a, g), engine=engine).tolist() == [True, True]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_powers_of_float16_factors_stay_in_range(engine):
+    a, g = jnp.full((2, 1, 4), 128, jnp.float16), jnp.full((2, 1, 3), 2.0**-7, jnp.float16)
+    powers = evaluate(lambda a, g: (a.T @ g) ** 4, (a, g), engine=engine, aggregate="sum")
+    np.testing.assert_array_equal(powers, 2)
+
+
 def test_C16_tied_weights_have_their_cross_terms():
     model = MODELS["tied embeddings"]()
     one = per_example(model, lambda g: 0.0, lambda g: squared_norm(g["emb"]))

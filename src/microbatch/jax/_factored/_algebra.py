@@ -63,7 +63,8 @@ def with_keep(value: Value, keep) -> Value:
     if isinstance(value, Sum):
         return Sum(tuple(with_keep(term, keep) for term in value.terms))
     if isinstance(value, Dense):
-        return Dense(jnp.where(per_example(keep, value.array.ndim), value.array, 0))
+        zeros = lax.full_like(value.array, 0)  # of a key's dtype, too
+        return Dense(jnp.where(per_example(keep, value.array.ndim), value.array, zeros))
     if is_zero(value):
         return value
     return Fill(jnp.where(keep, value.number, 0), value.shape, value.dtype, True)

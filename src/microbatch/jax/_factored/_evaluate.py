@@ -193,8 +193,14 @@ def _finish(out_tree, aggregate, weight, ctx: Context, values: list[Value]):
 
 
 def _aggregated(ctx: Context, value: Value, how, weight):
+    inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+    if how == "mean" and not inexact:
+        value = Dense(algebra.entries(ctx, value).astype(jnp.result_type(float)))
     if weight is not None:
         value = _weighted(ctx, value, weight, how == "mean")
+    if how == "sum" and not inexact:
+        # Booleans are counted, and small integers do not overflow, as `jnp.sum` has it.
+        return jnp.sum(algebra.entries(ctx, value), 0)
     if how in ("sum", "mean"):
         return algebra.sum_examples(ctx, value)
     stacked = algebra.entries(ctx, value)
@@ -205,6 +211,6 @@ def _weighted(ctx: Context, value: Value, weight, scaled: bool) -> Value:
     if isinstance(value, Shared) or not algebra.linear(value):
         value = Dense(algebra.entries(ctx, value))
     keep = weight != 0
-    if scaled and jnp.issubdtype(value.dtype, jnp.inexact):
+    if scaled:
         value = algebra.with_scale(algebra.with_keep(value, keep), weight)
     return algebra.with_keep(value, keep)

@@ -117,7 +117,10 @@ def _all_finite(value: Value):
     if not isinstance(value, (Outer, Rows)):
         return None
     factors = (value.lhs, value.rhs) if isinstance(value, Outer) else (value.update,)
-    bound = float(value.tokens) if isinstance(value, Outer) else float(value.index.shape[1])
+    tokens = value.tokens if isinstance(value, Outer) else value.index.shape[1]
+    if tokens > 1 and jnp.finfo(value.dtype).max < jnp.finfo(jnp.float32).max:
+        return None  # a bound on a sum of tokens may leave float16's range where the sum does not
+    bound = float(tokens)
     for factor in factors:
         at = value.num_stack if isinstance(value, Outer) else 0
         axes = tuple(d for d in range(factor.ndim) if d != at)
