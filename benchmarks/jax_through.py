@@ -1,4 +1,4 @@
-"""Differentiating through the loop in JAX: contrastive learning and a chunked cross-entropy head."""
+"""Differentiating through the loop in JAX: contrastive learning and a cross-entropy head."""
 
 from typing import Any
 

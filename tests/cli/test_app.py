@@ -257,6 +257,12 @@ class TestDemo:
         assert result.exit_code == 1 and "Nothing fits" in result.stdout
         assert not (tmp_path / "report.html").exists()
 
+    def test_a_budget_that_nothing_fits_as_json(self, run, tmp_path):
+        result = run("demo", "--framework", "torch", "--memory", "1KiB", "--json")
+        demo = json.loads(result.stdout)
+        assert result.exit_code == 1 and demo["plan"]["microbatch_size"] is None
+        assert demo["losses"] == [] and not (tmp_path / "report.html").exists()
+
     def test_ctrl_c_reports_what_was_reached(self, tmp_path):
         demo = started(["demo", "--framework", "torch", "--steps", "5000"], tmp_path)
         for line in demo.stdout:

@@ -62,3 +62,9 @@ def test_a_pipe_does_not_cut_long_lines():
     out = io.StringIO()
     Screen(out=out).say("word " * 500)
     assert out.getvalue().count("\n") == 1
+
+
+def test_no_facts_are_no_lines():
+    out = io.StringIO()
+    Screen(out=out).facts(())
+    assert out.getvalue() == ""

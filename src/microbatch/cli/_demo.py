@@ -81,6 +81,8 @@ def run_demo(
         screen.say(f"{TRAINING_ROWS:,} handwritten digits, one batch a step, in {demo.framework}")
         if not demo.plan.fits:
             screen.verdict(demo.plan.explanation, good=False)
+            if as_json:
+                print(to_json(demo.to_dict()))
             return 1
         screen.facts(_facts(demo))
         with screen.busy("Comparing with the whole batch"):

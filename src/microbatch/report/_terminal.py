@@ -60,8 +60,8 @@ class Screen:
     def facts(self, facts: tuple[Fact, ...]) -> None:
         """Writes numbers that matter, one a line."""
         # At least so wide, so that facts that come one after another stand in the same columns.
-        width = max(14, *(len(fact.label) for fact in facts))
-        values = max(8, *(len(fact.value) for fact in facts))
+        width = max([14, *(len(fact.label) for fact in facts)])
+        values = max([8, *(len(fact.value) for fact in facts)])
         for fact in facts:
             note = f"  {fact.note}" if fact.note else ""
             self.say(f"  {fact.label:<{width}}  {fact.value:>{values}}{note}".rstrip())

@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-)  # no public mode runs real modules for shapes alone
 
 from microbatch._accumulation import AccumulationType, Carry
 from microbatch._errors import AccumulatorError, MicrobatchError
@@ -27,7 +24,12 @@ from microbatch.torch._captured import (
     rebind,
 )
 from microbatch.torch._discovery import Found, discover
-from microbatch.torch._internals import is_transformed, transforms_active, version_of
+from microbatch.torch._internals import (
+    is_transformed,
+    shapes_alone,
+    transforms_active,
+    version_of,
+)
 from microbatch.torch._layout import Layout
 from microbatch.torch._program import Output, Program, output_of
 from microbatch.torch._randomness import Randomness
@@ -247,7 +249,7 @@ class Call:
     def abstract(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of a full microbatch by shapes alone; nothing is run and nothing is drawn."""
         rows = self._schedule.split.microbatch_size
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with shapes_alone() as mode:
             leaves = []
             for entry, tensor in zip(self._inputs, tensors, strict=True):
                 fake = mode.from_tensor(tensor)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import (
-    _BatchNorm,
-)  # The one public sign that a module is a BatchNorm.
+
+# No public class has every BatchNorm, and nothing else, below it.
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from microbatch._errors import DistributedError, HookError, RowMixingError

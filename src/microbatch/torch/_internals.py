@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def transforms_active() -> bool:
@@ -95,3 +96,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def before_compiling(fun: Any) -> Any:
     """The function that `torch.compile` wrapped to make `fun`; None where it did not."""
     return fun.__dict__.get("_torchdynamo_orig_callable")
+
+
+def shapes_alone() -> FakeTensorMode:
+    """A mode in which functions of real modules are followed by shapes alone; no public one does that."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
