@@ -1,7 +1,7 @@
 """Trees of dicts, lists, tuples, named tuples and None, without a framework."""
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from microbatch._errors import MicrobatchError
@@ -133,11 +133,23 @@ def _rebuild(tree: Any, children: list[Any]) -> Any:
     if tree is None:
         return None
     if _is_mapping(tree):
-        items = dict(zip(tree, children, strict=True))
-        kind: Any = type(tree)
-        if isinstance(tree, defaultdict):
-            return kind(tree.default_factory, items)
-        return items if kind is dict else kind(items)
+        return _rebuild_mapping(tree, dict(zip(tree, children, strict=True)))
     if hasattr(tree, "_fields"):
-        return type(tree)(*children)
+        return type(tree)._make(children)
+    if isinstance(tree, list) and type(tree) is not list:
+        rebuilt = copy.copy(tree)
+        rebuilt[:] = children
+        return rebuilt
     return type(tree)(children)
+
+
+def _rebuild_mapping(tree: Any, items: dict[Any, Any]) -> Any:
+    if type(tree) is dict:
+        return items
+    if not isinstance(tree, MutableMapping):
+        return type(tree)(items)
+    # A copy keeps what a subclass holds beside its items, and needs nothing of its constructor.
+    rebuilt = copy.copy(tree)
+    for key, value in items.items():
+        rebuilt[key] = value
+    return rebuilt

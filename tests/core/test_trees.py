@@ -1,6 +1,7 @@
 """Trees without a framework, against JAX's."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from types import MappingProxyType
 
 import jax
 import pytest
@@ -98,3 +99,32 @@ def test_an_accumulator_that_is_a_named_tuple_is_one_entry():
         is_prefix_leaf=lambda value: isinstance(value, Point),
     )
     assert found == ((entry, "output[0]", 5), (2, "output[1]", [6]))
+
+
+def test_containers_with_constructors_and_state_of_their_own():
+    class Tagged(dict):
+        def __init__(self, x, *, tag):
+            super().__init__(x=x)
+            self.tag = tag
+
+    class Wrapped(UserDict):
+        def __init__(self, data, *, tag):
+            super().__init__(data)
+            self.tag = tag
+
+    class Pair(list):
+        def __init__(self, a, b):
+            super().__init__([a, b])
+
+    class Twice(Point):
+        def __new__(cls, x):
+            return super().__new__(cls, x, x)
+
+    for tree in (Tagged(1, tag="t"), Wrapped({"x": 1}, tag="t")):
+        doubled = map_leaves(lambda leaf: 2 * leaf, tree)
+        assert type(doubled) is type(tree) and dict(doubled) == {"x": 2} and doubled.tag == "t"
+        assert dict(tree) == {"x": 1}
+    assert map_leaves(lambda leaf: 2 * leaf, Pair(1, 2)) == [2, 4]
+    doubled = map_leaves(lambda leaf: 2 * leaf, Twice(1))
+    assert type(doubled) is Twice and doubled == (2, 2)
+    assert map_leaves(lambda leaf: 2 * leaf, MappingProxyType({"x": 1})) == {"x": 2}

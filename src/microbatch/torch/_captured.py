@@ -121,7 +121,7 @@ def _rebound_container(item: Any, again: Callable[[Any], Any]) -> Any:
     values = [again(value) for value in item]
     if all(new is old for new, old in zip(values, item, strict=True)):
         return item
-    return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)
+    return type(item)._make(values) if hasattr(item, "_fields") else type(item)(values)
 
 
 def _rebound_function(fun: types.FunctionType, again: Callable[[Any], Any]) -> types.FunctionType:
