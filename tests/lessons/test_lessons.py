@@ -89,8 +89,10 @@ class TestTorch:
         text = "\n".join(load("torch").picture())
         assert "-5.0000" in text and "-23.0000" in text
         assert text.count("4.0989") == 2
-        assert "largest difference      0.00000000" in text
-        mistake = next(line for line in text.splitlines() if line.startswith("a step per slice"))
+        assert "largest difference         0.00000000" in text
+        mistake = next(
+            line for line in text.splitlines() if line.startswith("a step per microbatch")
+        )
         assert float(mistake.split()[-1]) > 0.1
         normed = next(line for line in text.splitlines() if line.startswith("batch norm"))
         assert float(normed.split()[-1]) > 1e-4

@@ -55,7 +55,7 @@ def picture() -> list[str]:
     after_first, after_both = without_zero_grad()
     whole_loss, whole = _step(_model, lambda m, x, y: accumulated_loss(m, x, y, 1))
     parts_loss, parts = _step(_model, lambda m, x, y: accumulated_loss(m, x, y, 4))
-    _, mistaken = _step_per_slice()
+    _, mistaken = _step_per_microbatch()
     _, normed = _step(_with_batch_norm, _in_one)
     _, normed_parts = _step(_with_batch_norm, _in_four)
     return [
@@ -63,26 +63,26 @@ def picture() -> list[str]:
         "",
         *bars([("after x = [1, 2]", after_first), ("after x = [3]", after_both)], digits=4),
         "",
-        "32 rows, SGD with 0.1: one step on all of them, and on four slices of 8 scaled by 1/4",
+        "32 rows, SGD with 0.1: one step on all of them, and on four microbatches of 8, scaled by 1/4",
         "",
-        f"  loss on all rows        {whole_loss:.4f}",
-        f"  loss in four slices     {parts_loss:.4f}",
-        f"  largest difference      {_distance(whole, parts):.8f}",
+        f"  loss on all rows           {whole_loss:.4f}",
+        f"  loss in four microbatches  {parts_loss:.4f}",
+        f"  largest difference         {_distance(whole, parts):.8f}",
         "",
         "Largest parameter difference from the step on all rows:",
         "",
         *bars(
             [
-                ("four slices, one step", _distance(whole, parts)),
-                ("a step per slice", _distance(whole, mistaken)),
+                ("four microbatches, one step", _distance(whole, parts)),
+                ("a step per microbatch", _distance(whole, mistaken)),
                 ("batch normalisation", _distance(normed, normed_parts)),
             ],
             digits=8,
             width=20,
         ),
         "",
-        "A step per slice (zero_grad and step inside the loop) is four steps, not one.",
-        "Batch normalisation looks at the rows of a slice, so four slices are not one batch;",
+        "A step per microbatch (zero_grad and step inside the loop) is four steps, not one.",
+        "Batch normalisation looks at the rows of one microbatch, so four of them are not one batch;",
         "microbatch.torch refuses such a module unless it is told to allow it.",
     ]
 
@@ -138,7 +138,7 @@ def _step(
     return loss.item(), _flat(model)
 
 
-def _step_per_slice() -> tuple[float, Tensor]:
+def _step_per_microbatch() -> tuple[float, Tensor]:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = torch.zeros(())
