@@ -10,17 +10,17 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 from jax.extend.core.primitives import conv_general_dilated_p
 
-from microbatch.jax._programs import bind, inner_programs
+from microbatch.jax._programs import bind
 
 
 def has_convolution(jaxpr: Jaxpr) -> bool:
     """Whether the program, or a program inside it, convolves."""
     return any(
         eqn.primitive is conv_general_dilated_p
-        or any(has_convolution(inner) for inner in inner_programs(eqn.params))
+        or any(has_convolution(inner) for inner in jaxprs_in_params(eqn.params))
         for eqn in jaxpr.eqns
     )
 

@@ -95,9 +95,8 @@ def plan(
     """
     where = f"plan({name_of(fun)})"
     options = {"argnames": argnames, "in_axes": in_axes, "remainder": remainder, **options}
-    microbatch(
-        fun, argnums, 1, accumulator, **options
-    )  # refuses what is wrong before there is a call
+    # Refuses what is wrong before there is a call.
+    microbatch(fun, argnums, 1, accumulator, **options)
     numbers, names = as_argnums(where, argnums), as_argnames(where, argnames)
 
     def planned(*args: Any, **kwargs: Any) -> Plan:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 
 def bind(eqn: JaxprEqn, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
@@ -12,15 +12,3 @@ def bind(eqn: JaxprEqn, values: Sequence[Any], params: dict[str, Any] | None = N
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **bound)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def inner_programs(params: dict[str, Any]) -> list[Jaxpr]:
-    """The programs among an equation's parameters: of loops, branches and calls."""
-    found: list[Jaxpr] = []
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, Jaxpr):
-                found.append(item)
-    return found

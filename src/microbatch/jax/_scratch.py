@@ -4,10 +4,8 @@ import math
 import re
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
-
-from microbatch.jax._programs import inner_programs
 
 # Measured (JAX 0.10.2, two cores): a batched product copies one operand, a convolution its padded input, the gradient
 # of a filter both; freed copies of other threads stay resident.
@@ -48,7 +46,7 @@ def _largest_operand(jaxpr: Jaxpr) -> int:
     for eqn in jaxpr.eqns:
         if eqn.primitive is conv_general_dilated_p or _is_batched_product(eqn):
             found = max(found, *(_bytes(x.aval) for x in eqn.invars))
-        for inner in inner_programs(eqn.params):
+        for inner in jaxprs_in_params(eqn.params):
             found = max(found, _largest_operand(inner))
     return found
 
