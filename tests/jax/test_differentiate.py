@@ -285,6 +285,31 @@ def test_a_map_over_cotangents_inside_a_tangent(traced):
     assert_close(jax.jacfwd(pullbacks(small))(W), jax.jacfwd(pullbacks(features))(W))
 
 
+@pytest.mark.parametrize("order", ["strided", "contiguous"])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_rows_that_fill_no_microbatch_are_differentiated(rows, order):
+    options = {"order": order, "remainder": "allow", "weight_fn": lambda w, x: x.shape[0]}
+    small = microbatch(lambda w, x: jnp.sum(jnp.sin(x @ w)), 1, 4, Kind.MEAN, **options)
+    wanted = jax.grad(lambda w, x: jnp.sum(jnp.sin(x @ w)), (0, 1))(W, X[:rows])
+    assert_close(jax.grad(small, (0, 1))(W, X[:rows]), wanted)
+    by_rows = microbatch(lambda w, x: jnp.sin(x @ w), 1, 4, Kind.CONCAT, **options)
+    wanted = jax.jacrev(lambda w, x: jnp.sin(x @ w), (0, 1))(W, X[:rows])
+    assert_close(jax.jacrev(by_rows, (0, 1))(W, X[:rows]), wanted)
+
+
+def test_a_large_weight_stays_in_the_range_of_narrow_rows():
+    x = X.astype(jnp.float16)
+    small = microbatch(loss, 1, 4, Kind.MEAN, weight_fn=lambda w, x: 1e7)
+    assert_close(jax.grad(small, 1)(W, x), jax.grad(loss, 1)(W, x), rtol=4e-3, atol=1e-4)
+
+
+def test_traced_programs_hold_on_to_no_array_of_the_call():
+    fun = lambda w, x: (jnp.mean(x @ w), jnp.max(x @ w), x * w)
+    small = microbatch(fun, 1, 5, (Kind.MEAN, Kind.MAX, Kind.CONCAT), remainder="allow")
+    with jax.checking_leaks():
+        jax.jit(jax.jacrev(small, (0, 1)))(W, X)
+
+
 def evaluated(f, *args):
     """How many times the compiled program multiplies matrices: a count of what really runs."""
     text = jax.jit(f).lower(*args).compile().as_text()

@@ -196,6 +196,21 @@ def test_a_count_that_is_no_integer_is_refused(value):
         microbatch(rows_of, 1, 4, num_real_microbatches=value)(2.0, X)
 
 
+def test_a_count_past_int32_is_all():
+    small = lambda count: microbatch(jnp.sum, 0, 4, num_real_microbatches=count)(X)
+    assert small(jnp.uint32(3_000_000_000)) == X.sum()
+    with jax.enable_x64(True):
+        assert small(jnp.int64(2**40)) == X.sum()
+        assert small(jnp.int64(-(2**40))) == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16])
+def test_extremes_of_dtypes_with_and_without_infinity(dtype):
+    x = jnp.array([-3.0, -1.0, -2.0, -4.0]).astype(dtype)
+    most, least = microbatch(lambda x: (x[0], x[0]), 0, 1, (Kind.MAX, Kind.MIN))(x)
+    assert (float(most), float(least)) == (-1.0, -4.0)
+
+
 def test_a_weight_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match=r"weight_fn returned shape \(4,\)"):
         microbatch(rows_of, 1, 4, Kind.MEAN, weight_fn=lambda w, x: x[:, 0])(2.0, X)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from microbatch._accumulation import (
@@ -218,12 +219,17 @@ def real_dtype(dtype: Any) -> Any:
 def lowest(dtype: Any) -> Any:
     """The smallest value of a dtype: what MAX starts from."""
     if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf
+        return -jnp.inf if _has_infinity(dtype) else float(jnp.finfo(dtype).min)
     return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
 
 
 def highest(dtype: Any) -> Any:
     """The largest value of a dtype: what MIN starts from."""
     if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.inf
+        return jnp.inf if _has_infinity(dtype) else float(jnp.finfo(dtype).max)
     return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+
+
+def _has_infinity(dtype: Any) -> bool:
+    """Whether a floating-point dtype has infinities; some of eight bits and fewer have NaN in their place."""
+    return bool(np.isinf(np.asarray(np.inf).astype(dtype)))

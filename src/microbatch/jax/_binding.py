@@ -98,7 +98,7 @@ def flatten_call(
 ) -> Call:
     """Sorts the leaves of a call by their argument."""
     paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    place = [_argument(path) for path, _ in paths]
+    place = [argument_of(path) for path, _ in paths]
     leaves = tuple(leaf for _, leaf in paths)
     in_slot = lambda slot: tuple(i for i, key in enumerate(place) if key == slot.key)
     axis_of: dict[int, int] = {}
@@ -140,21 +140,23 @@ def hoisted(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], li
       the program's equations.
     """
     closed, out_tree = jax.make_jaxpr(fun, return_shape=True)(*args)
-    types = jax.tree.unflatten(jax.tree.structure(out_tree), closed.out_avals)
+    jaxpr, out_avals = closed.jaxpr, closed.out_avals
+    types = jax.tree.unflatten(jax.tree.structure(out_tree), out_avals)
 
     def program(consts: Sequence[Any], *lists: Sequence[Any]) -> list[Any]:
-        jaxpr = ClosedJaxpr(closed.jaxpr, list(consts))
-        out = jaxpr_as_fun(jaxpr)(*(x for values in lists for x in values))
+        called = ClosedJaxpr(jaxpr, list(consts))
+        out = jaxpr_as_fun(called)(*(x for values in lists for x in values))
         # An output that is a literal comes back as a Python number.
         return [
             x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
-            for x, aval in zip(out, closed.out_avals, strict=True)
+            for x, aval in zip(out, out_avals, strict=True)
         ]
 
-    return program, list(closed.consts), types, closed.jaxpr
+    return program, list(closed.consts), types, jaxpr
 
 
-def _argument(path: tuple[Any, ...]) -> int | str:
+def argument_of(path: tuple[Any, ...]) -> int | str:
+    """Which argument a leaf of ``(args, kwargs)`` belongs to: its number, or its name."""
     return path[1].idx if path[0].idx == 0 else path[1].key
 
 

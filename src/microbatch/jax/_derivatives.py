@@ -52,12 +52,26 @@ class Active:
         return shared, rows
 
 
-def with_gradients(loop: Loop, arrays: Arrays, scalars: Sequence[int], active: Active) -> Loop:
-    """The loop whose step also gives the gradients of the outputs `scalars`, one pullback each."""
+def with_gradients(
+    loop: Loop, arrays: Arrays, scalars: Sequence[int], active: Active
+) -> tuple[Loop, Arrays]:
+    """The loop whose step also gives the gradients of the outputs `scalars`, one pullback each.
+
+    Gradients of rows are weighted, and with a weight function also divided by the total weight: a large weight
+    alone would leave the range of a narrow dtype.
+    """
     positions = [first_value(loop, i) for i in scalars]
-    num_shared = len(active.shared)
+    num_shared, num_inputs = len(active.shared), len(arrays.shared)
+    divided_here = active.rows and arrays.weights is not None
+    runs = runs_of(loop, arrays)
+    totals = [
+        jnp.asarray(divisor(loop, loop.outputs[i], arrays.weights, runs) if divided_here else 1.0)
+        for i in scalars
+    ]
 
     def step(at: Moment, shared: Any, states: Any, rows: Any) -> StepResult:
+        shared, totals = shared[:num_inputs], shared[num_inputs:]
+
         def of_moving(*moving: Any) -> tuple[list[Any], Any]:
             shared_now, rows_now = active.replaced(shared, rows, moving)
             values, new_states = loop.step(at, shared_now, states, rows_now)
@@ -66,9 +80,11 @@ def with_gradients(loop: Loop, arrays: Arrays, scalars: Sequence[int], active: A
         moving = active.of(shared, rows)
         pullbacks, (values, new_states) = _scalar_pullbacks(of_moving, len(scalars), moving)
         gradients = []
-        for pullback, i in zip(pullbacks, scalars, strict=True):
+        for pullback, i, total in zip(pullbacks, scalars, totals, strict=True):
             of_shared_and_rows = pullback()
             weight = None if loop.outputs[i].kind is SUM else at.weight
+            if divided_here and weight is not None:
+                weight = divided(weight, total)
             gradients += of_shared_and_rows[:num_shared]
             gradients += [scaled(g, weight) for g in of_shared_and_rows[num_shared:]]
         return values + gradients, new_states
@@ -76,7 +92,8 @@ def with_gradients(loop: Loop, arrays: Arrays, scalars: Sequence[int], active: A
     outputs = list(loop.outputs)
     for i in scalars:
         outputs += _gradient_outputs(loop, arrays, active, loop.outputs[i].kind)
-    return replace(loop, step=step, outputs=tuple(outputs))
+    extended = replace(loop, step=step, outputs=tuple(outputs))
+    return extended, replace(arrays, shared=[*arrays.shared, *totals])
 
 
 def with_winners(loop: Loop) -> Loop:
@@ -111,11 +128,12 @@ def tangent_loop(
     """
     wanted = [first_value(loop, i) for i in positions]
     num_shared, num_rows, moving_shared = len(arrays.shared), len(arrays.rows), len(active.shared)
+    extremes = tuple(winners)
 
     def step(at: Moment, shared: Any, states: Any, rows: Any) -> StepResult:
         shared, extra = shared[:num_shared], shared[num_shared:]
         rows, row_tangents = rows[:num_rows], rows[num_rows:]
-        won = dict(zip(winners, extra[moving_shared:], strict=True))
+        won = dict(zip(extremes, extra[moving_shared:], strict=True))
 
         def of_moving(*moving: Any) -> StepResult:
             shared_now, rows_now = active.replaced(shared, rows, moving)
@@ -168,14 +186,14 @@ def pullback_loop(
         wide = cotangents[i].astype(carry_dtype(SUM, cotangents[i].dtype))
         per_weight.append(divided(wide, divisor(loop, loop.outputs[i], arrays.weights, runs)))
     last = jnp.asarray(last_to_run(loop.split, runs))
-    num_shared, num_rows = len(arrays.shared), len(arrays.rows)
+    num_shared, num_rows, extremes = len(arrays.shared), len(arrays.rows), tuple(winners)
 
     def step(at: Moment, shared: Any, states: Any, rows: Any) -> StepResult:
         shared, extra = shared[:num_shared], iter(shared[num_shared:])
         received = dict(zip(by_rows, rows[num_rows:], strict=True))
         rows = rows[:num_rows]
         received |= {i: next(extra) for i in whole}
-        won = {i: next(extra) for i in winners}
+        won = {i: next(extra) for i in extremes}
         last = next(extra)
 
         def of_moving(*moving: Any) -> StepResult:

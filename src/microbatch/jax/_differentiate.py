@@ -100,7 +100,7 @@ def _jvp(
 
     extended = with_gradients(with_winners(loop), arrays, scalars, active)
     with _explained(where):
-        results, states = evaluate(extended, arrays, where, "recompute")
+        results, states = evaluate(*extended, where, "recompute")
     winners = {i: results[i][1] for i, out in enumerate(loop.outputs) if out.kind in EXTREMES}
     values = [results[i][0] if i in winners else results[i] for i in range(len(loop.outputs))]
     gradients = iter(results[len(loop.outputs) :])
@@ -136,7 +136,9 @@ def _inner_product(
     of_shared, of_rows = products[: len(active.shared)], products[len(active.shared) :]
     total = sum(of_shared, jnp.zeros((), output.dtype))
     if of_rows:
-        weight = divisor(loop, output, arrays.weights, runs_of(loop, arrays))
+        # With a weight function they are divided already.
+        weighted = arrays.weights is not None
+        weight = 1 if weighted else divisor(loop, output, None, runs_of(loop, arrays))
         total = total + divided(sum(of_rows), weight)
     return total.astype(output.type.dtype)
 
@@ -164,11 +166,12 @@ class _Replay:
     ) -> list[Any]:
         leaves, treedef = jax.tree.flatten((arrays, winners))
         static = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, int)}
+        count = len(leaves)
         types = [jax.typeof(tangent) for tangent in moving]
 
         def restored(residuals: list[Any]) -> tuple[Arrays, dict[int, Any]]:
             found = iter(residuals)
-            all_leaves = [static[i] if i in static else next(found) for i in range(len(leaves))]
+            all_leaves = [static[i] if i in static else next(found) for i in range(count)]
             return treedef.unflatten(all_leaves)
 
         def forward(residuals: list[Any], tangents: list[Any]) -> list[Any]:

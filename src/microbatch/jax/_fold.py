@@ -208,7 +208,7 @@ def last_to_run(split: Split, runs: Any) -> Any:
     """The index of the last microbatch that runs; −1 where none does."""
     if runs is None:
         return split.num_microbatches - 1
-    return jnp.max(jnp.where(runs, jnp.arange(split.num_microbatches), -1))
+    return jnp.max(jnp.where(runs, jnp.arange(split.num_microbatches), -1), initial=-1)
 
 
 def only(values: Sequence[Any], positions: Sequence[int]) -> list[Any]:

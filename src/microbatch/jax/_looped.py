@@ -60,13 +60,14 @@ def looped(
     if devices is not None:
         check_outputs(where, devices, outputs, split.microbatch_size // devices.shards)
         outputs = tuple(map(devices.of_all, outputs))
-    given, hoisted_count = len(shared), len(consts)
+    # The step outlives the call in traced programs: it holds on to none of its arrays.
+    given, hoisted_count, keys = len(shared), len(consts), call.keys
     carried = [i for part in plan.carried for i in part.values]
     accumulated = [i for part in plan.parts if part not in plan.carried for i in part.values]
 
     def step(at: Moment, shared: Any, states: Any, rows: Any) -> tuple[list[Any], list[Any]]:
         arguments, found = shared[:given], shared[given:]
-        for i in call.keys:
+        for i in keys:
             arguments[i] = jax.random.fold_in(arguments[i], at.index)
         is_tail = bool(split.tail) and rows[0].shape[cuts[0].axis] != split.microbatch_size
         if is_tail:
@@ -127,9 +128,9 @@ def _example_rows(
     """What makes the rows of a full microbatch, and of the tail, for their types."""
 
     def full() -> list[Any]:
-        if split.full and devices is None:
+        if devices is None:
             return [take(x, cut, 0) for x, cut in zip(rows, cuts, strict=True)]
-        size = split.microbatch_size // (1 if devices is None else devices.shards)
+        size = split.microbatch_size // devices.shards
         return [
             jnp.zeros((*x.shape[: c.axis], size, *x.shape[c.axis + 1 :]), x.dtype)
             for x, c in zip(rows, cuts, strict=True)

@@ -95,7 +95,9 @@ def real_count(where: str, value: Any) -> Any:
             "Use an int, or a traced integer scalar."
         )
     if isinstance(value, jax.Array):
-        return value.astype(jnp.int32)
+        # A count past int32 is more than all, and stays so.
+        widest, own = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
+        return jnp.clip(value, max(own.min, widest.min), min(own.max, widest.max)).astype(jnp.int32)
     return int(value)
 
 

@@ -60,7 +60,13 @@ def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
 
 
 def take(leaf: jax.Array, rows: Rows, index: Any) -> jax.Array:
-    """The rows of the full microbatch `index`, which may be traced: ``[…, B, …]`` to ``[…, m, …]``."""
+    """The rows of the full microbatch `index`, which may be traced: ``[…, B, …]`` to ``[…, m, …]``.
+
+    Zeros, for their type, where there is no full microbatch.
+    """
+    if not rows.count:
+        shape = (*leaf.shape[: rows.axis], rows.size, *leaf.shape[rows.axis + 1 :])
+        return _constant(jax.typeof(leaf), shape, explicit_spec(leaf), 0, leaf.dtype)
     if rows.order == "contiguous":
         return lax.dynamic_slice_in_dim(leaf, index * rows.size, rows.size, rows.axis)
     if leaf.shape[rows.axis] > rows.size * rows.count:
