@@ -262,6 +262,26 @@ def test_booleans_and_small_integers_are_counted_and_averaged(size, engine):
     assert_close(weighted(x), (5 / 6, 560 / 6))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("weight_fn", [None, lambda w, x: 2.0])
+def test_low_precisions_are_rounded_once_and_not_in_every_microbatch(engine, weight_fn):
+    """Microbatches whose sums nearly cancel: rounded to bfloat16 each, nothing would be left of the result."""
+    x = jnp.concatenate([300 + jnp.arange(8.0), -300 - jnp.arange(8.0) / 2])[:, None]
+    x = jnp.round(x).astype(jnp.bfloat16)
+    exact = np.asarray(x, np.float64).sum(0)
+    for kind, wanted in ((Kind.SUM, exact), (Kind.MEAN, exact / 16)):
+        summed, _ = micro_grad(
+            lambda w, x: jnp.sum(x @ w),
+            accumulator=kind,
+            microbatch_size=8,
+            order="contiguous",
+            engine=engine,
+            weight_fn=weight_fn,
+        )(jnp.ones((1, 1), jnp.bfloat16), x)
+        assert summed.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(summed[0], jnp.asarray(wanted, jnp.bfloat16))
+
+
 def test_keys_are_selected_and_never_summed():
     key_of = lambda x: jax.random.key(7)
     kept = micro_vmap(key_of, weight_fn=lambda x: x > 0)(jnp.arange(2))

@@ -13,13 +13,14 @@ from microbatch._accumulation import (
     AccumulationType,
     Accumulator,
     Carry,
+    accumulates_wider,
     as_accumulator,
     is_accumulator,
 )
 from microbatch._checks import batch_size_of, check_choice, locate, signature_of
 from microbatch._errors import AccumulatorError, BatchError
 from microbatch._splitting import make_split
-from microbatch.jax._accumulators import CONCAT, SUM, as_weight, carry_dtype, highest, lowest
+from microbatch.jax._accumulators import CONCAT, SUM, as_weight, highest, lowest
 from microbatch.jax._binding import batch_leaves
 from microbatch.jax._factored import Explanation, evaluate, explain
 from microbatch.jax._microbatch import run
@@ -84,7 +85,6 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     weighted = spec.weight_fn is not None
     kinds = spec.kinds
     in_loop = jax.tree.map(functools.partial(_kind_in_loop, weighted), kinds)
-    # The outputs' dtypes, known once they are traced.
     dtypes: list[Any] = []
 
     def weights_of(args: Any, kwargs: Any) -> jax.Array:
@@ -95,11 +95,8 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def reduced(*args: Any, **kwargs: Any) -> Any:
         rows = kwargs.pop(ROW_INDEX, None)
         weights = weights_of(args, kwargs) if weighted else None
-        out = _on_examples(spec, rows, args, kwargs, in_axes, weights, kinds)
-        if not weighted:
-            return out
-        dtypes[:] = [jax.tree.map(lambda x: x.dtype, out)]
-        return jax.tree.map(_widened, kinds, out), jnp.sum(weights)
+        out = _on_examples(spec, rows, args, kwargs, in_axes, weights, kinds, dtypes)
+        return (out, jnp.sum(weights)) if weighted else out
 
     def any_weight(*args: Any, **kwargs: Any) -> jax.Array:
         return jnp.count_nonzero(weights_of(args, kwargs))
@@ -125,8 +122,8 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         )
         out = run(reduced, checked(options, declared=False), args, kwargs)
     if weighted:
-        out = _divided(kinds, *out, *dtypes)
-    return _moved(spec.out_axes, out)
+        out = _divided(kinds, *out)
+    return _moved(spec.out_axes, jax.tree.map(_narrowed, kinds, out, *dtypes))
 
 
 def _on_examples(
@@ -137,9 +134,11 @@ def _on_examples(
     in_axes: tuple[Any, ...],
     weights: Any,
     kinds: Any,
+    dtypes: list[Any],
 ) -> Any:
-    """One microbatch: `fun` on each example, the examples' outputs combined."""
-    out = evaluate(*_mapped(spec, rows, args, kwargs, in_axes), **_how(spec, weights, kinds))
+    """One microbatch: `fun` on each example, the examples' outputs combined; sums in float32 or wider."""
+    mapped = _mapped(spec, rows, args, kwargs, in_axes, dtypes)
+    out = evaluate(*mapped, **_how(spec, weights, kinds))
     if weights is not None:
         return out
     size = max(_batch_size(spec, args, kwargs, in_axes), 1)
@@ -168,13 +167,22 @@ def explain_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
     rows = jax.ShapeDtypeStruct((size,), jnp.int32) if spec.key_argnums else None
     weights = None if spec.weight_fn is None else jax.ShapeDtypeStruct((size,), jnp.float32)
-    return explain(*_mapped(spec, rows, args, kwargs, in_axes), **_how(spec, weights, kinds))
+    mapped = _mapped(spec, rows, args, kwargs, in_axes, [])
+    return explain(*mapped, **_how(spec, weights, kinds))
 
 
 def _mapped(
-    spec: Spec, rows: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_axes: tuple[Any, ...]
+    spec: Spec,
+    rows: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_axes: tuple[Any, ...],
+    dtypes: list[Any],
 ) -> tuple[Any, ...]:
-    """The function of one example, its arguments and their axes, as the engine takes them."""
+    """The function of one example, its arguments and their axes, as the engine takes them.
+
+    Its trace notes the tree of its outputs' dtypes as the single item of `dtypes`.
+    """
 
     kinds = accumulators_of(spec.where, spec.accumulator)
 
@@ -184,9 +192,10 @@ def _mapped(
             jax.tree.map(folded, a) if i in spec.key_argnums else a for i, a in enumerate(args)
         )
         out = evaluated(spec.where, spec.fun, args, kwargs)
-        parts = zip(kinds, matched(spec.where, spec.accumulator, out), strict=True)
-        for kind, leaf in ((kind, leaf) for kind, part in parts for leaf in jax.tree.leaves(part)):
-            check_combines(spec.where, kind, "an output", jnp.asarray(leaf).dtype)
+        dtypes[:] = [jax.tree.map(lambda x: jnp.asarray(x).dtype, out)]
+        for kind, part in zip(kinds, matched(spec.where, spec.accumulator, *dtypes), strict=True):
+            for dtype in jax.tree.leaves(part):
+                check_combines(spec.where, kind, "an output", dtype)
         return out
 
     return example, (rows, args, kwargs), (None if rows is None else 0, in_axes, 0)
@@ -235,25 +244,24 @@ def _kind_in_loop(weighted: bool, kind: Any) -> Any:
     return SUM if weighted and kind in MEANS else kind
 
 
-def _widened(kind: Any, part: Any) -> Any:
-    """Sums in the accumulator's dtype, which they keep until they are divided."""
-    if kind not in (SUM, *MEANS):
-        return part
-    return jax.tree.map(lambda x: x.astype(carry_dtype(SUM, x.dtype)), part)
-
-
-def _divided(kinds: Any, sums: Any, total: jax.Array, dtypes: Any) -> Any:
-    """Means from weighted sums, and what `_widened` widened in its own dtype."""
+def _divided(kinds: Any, sums: Any, total: jax.Array) -> Any:
+    """Means from weighted sums."""
     safe = jnp.where(total == 0, 1, total)
 
-    def divide(kind: Any, part: Any, dtypes: Any) -> Any:
-        if kind not in (SUM, *MEANS):
+    def divide(kind: Any, part: Any) -> Any:
+        if kind not in MEANS:
             return part
-        if kind in MEANS:
-            part = jax.tree.map(lambda x: x / safe.astype(jnp.real(x).dtype), part)
-        return jax.tree.map(lambda x, dtype: x.astype(dtype), part, dtypes)
+        return jax.tree.map(lambda x: x / safe.astype(jnp.real(x).dtype), part)
 
-    return jax.tree.map(divide, kinds, sums, dtypes)
+    return jax.tree.map(divide, kinds, sums)
+
+
+def _narrowed(kind: Any, part: Any, dtypes: Any) -> Any:
+    """Sums in the examples' own dtype, rounded once."""
+    if kind not in (SUM, *MEANS):
+        return part
+    own = lambda x, dtype: x.astype(dtype) if accumulates_wider(dtype.name) else x
+    return jax.tree.map(own, part, dtypes)
 
 
 def _moved(out_axes: Any, out: Any) -> Any:

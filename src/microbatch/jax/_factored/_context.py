@@ -1,7 +1,6 @@
 """What the rules of one run share: the microbatch's size, the choices made for it, and a record of what happened."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -108,8 +107,3 @@ def working_dtype(dtype) -> Any:
 def preferred(dtype) -> Any:
     """The accumulator's dtype of a matrix product whose result is rounded to `dtype`."""
     return working_dtype(dtype) if jax.dtypes.issubdtype(dtype, jnp.floating) else dtype
-
-
-def entries(shape) -> int:
-    """The number of entries of a shape."""
-    return math.prod(shape)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from microbatch.jax._factored import _algebra as algebra
 from microbatch.jax._factored import _cost as cost
-from microbatch.jax._factored._context import Context, Recorder
+from microbatch.jax._factored._context import Context, Recorder, working_dtype
 from microbatch.jax._factored._interpreter import run
+from microbatch.jax._factored._shapes import converted
 from microbatch.jax._factored._values import Dense, Shared, Value
 
 ENGINES = ("auto", "factored", "vmap")
@@ -33,7 +34,7 @@ def evaluate(
     Equivalent to, with ``m`` examples::
 
         outs = jax.vmap(fun, in_axes)(*args)                        # [m, ...]
-        outs = where(weight != 0, outs, 0)
+        outs = where(weight != 0, outs, 0)                          # sums in float32 or wider
         return sum(outs) | sum(weight * outs) | outs | aggregate(outs)    # by leaf
 
     but products of two per-example values are kept as factors while the operations on them allow it.
@@ -52,7 +53,7 @@ def evaluate(
       vmap_fn: `jax.vmap` or a partial of it with keywords.
 
     Returns:
-      The aggregated outputs of `fun`.
+      The aggregated outputs of `fun`; sums of narrow dtypes are float32 and not rounded yet.
     """
     _check(engine, norms)
     static, flat, axes, tree = _flatten(args, in_axes)
@@ -195,7 +196,9 @@ def _finish(out_tree, aggregate, weight, ctx: Context, values: list[Value]):
 def _aggregated(ctx: Context, value: Value, how, weight):
     inexact = jnp.issubdtype(value.dtype, jnp.inexact)
     if how == "mean" and not inexact:
-        value = Dense(algebra.entries(ctx, value).astype(jnp.result_type(float)))
+        value = _in_dtype(ctx, value, jnp.result_type(float))
+    if how in ("sum", "mean") and inexact:
+        value = _in_dtype(ctx, value, working_dtype(value.dtype))
     if weight is not None:
         value = _weighted(ctx, value, weight, how == "mean")
     if how == "sum" and not inexact:
@@ -205,6 +208,13 @@ def _aggregated(ctx: Context, value: Value, how, weight):
         return algebra.sum_examples(ctx, value)
     stacked = algebra.entries(ctx, value)
     return stacked if how == "stack" else how(stacked)
+
+
+def _in_dtype(ctx: Context, value: Value, dtype) -> Value:
+    if value.dtype == dtype:
+        return value
+    kept = converted(value, dtype)
+    return Dense(algebra.entries(ctx, value).astype(dtype)) if kept is None else kept
 
 
 def _weighted(ctx: Context, value: Value, weight, scaled: bool) -> Value:

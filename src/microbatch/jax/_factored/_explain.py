@@ -1,11 +1,13 @@
 """How each statistic of a per-example function is computed, told before anything runs."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from microbatch._tables import text_table
 from microbatch.jax._factored._context import Context, Event
 from microbatch.jax._factored._evaluate import plan_run
 from microbatch.jax._factored._values import is_factored, sites_of
@@ -47,11 +49,9 @@ class Explanation:
 
     def __str__(self) -> str:
         head = ("leaf", "shape", "computed", "made dense by", "bytes")
-        lines = [head, *map(_cells, self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+        lines = text_table([head, *map(_cells, self.rows)], names=len(head))
         title = f"engine={self.engine!r}, {self.microbatch_size} examples in a microbatch"
-        return "\n".join([title, *(line.rstrip() for line in text)])
+        return "\n".join([title, *lines])
 
 
 def explain(
@@ -122,13 +122,8 @@ def _maker(ctx: Context, event: Event) -> str:
 
 
 def _dense_row(path: str, shape: tuple[int, ...], dtype) -> Row:
-    size = (
-        jax.numpy.dtype(dtype).itemsize
-        if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-        else 4
-    )
-    for dim in shape:
-        size *= dim
+    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    size = math.prod(shape) * (4 if is_key else jax.numpy.dtype(dtype).itemsize)
     return Row(path, tuple(shape[1:]), (("entries", "dense"),), None, size)
 
 

@@ -1,6 +1,7 @@
 """Rules of the primitives that move entries without changing them."""
 
 import dataclasses
+import math
 from itertools import pairwise
 
 import jax.numpy as jnp
@@ -118,10 +119,7 @@ def _reshaped_blocks(value: Blocks, shape: tuple[int, ...]) -> Blocks | None:
 
 
 def _size(value: Value) -> int:
-    size = 1
-    for s in value.shape:
-        size *= s
-    return size
+    return math.prod(value.shape)
 
 
 @rule("broadcast_in_dim")
@@ -129,22 +127,14 @@ def broadcast_in_dim(ctx: Context, eqn, value: Value) -> Value | None:
     """A single number becomes a `Fill`; a factored value may only gain dimensions of size 1."""
     shape = out_shape(eqn)
     if is_factored(value):
-        return reshaped(value, shape) if _size(value) == ctx_size(shape) else None
+        return reshaped(value, shape) if _size(value) == math.prod(shape) else None
     if isinstance(value, Fill):
         return dataclasses.replace(value, shape=shape)
-    if _size(value) != 1 or ctx_size(shape) == 1:
+    if _size(value) != 1 or math.prod(shape) == 1:
         return None
     if isinstance(value, Dense):
         return Fill(value.array.reshape(-1), shape, value.dtype, True)
     return Fill(jnp.reshape(value.array, ()), shape, value.dtype, False)
-
-
-def ctx_size(shape) -> int:
-    """The number of entries of a shape."""
-    size = 1
-    for s in shape:
-        size *= s
-    return size
 
 
 @rule("concatenate")
@@ -282,7 +272,11 @@ def _static_index(value: Value) -> int | None:
 @rule("convert_element_type")
 def convert_element_type(ctx: Context, eqn, value: Value) -> Value | None:
     """Between floating dtypes the factors are kept, and the product is rounded to the new dtype."""
-    dtype = jnp.dtype(eqn.outvars[0].aval.dtype)
+    return converted(value, jnp.dtype(eqn.outvars[0].aval.dtype))
+
+
+def converted(value: Value, dtype) -> Value | None:
+    """The value in another dtype; None where that takes its entries."""
     if is_zero(value):
         return Fill(None, value.shape, dtype, False)
     if not jnp.issubdtype(dtype, jnp.floating) or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -301,10 +295,8 @@ def convert_element_type(ctx: Context, eqn, value: Value) -> Value | None:
             return dataclasses.replace(value, number=number, dtype=dtype)
         return None
 
-    converted = map_value(one, value)
-    if isinstance(converted, Product):
-        converted = dataclasses.replace(converted, dtype=dtype)
-    return converted
+    made = map_value(one, value)
+    return dataclasses.replace(made, dtype=dtype) if isinstance(made, Product) else made
 
 
 @rule("copy", "stop_gradient", "sharding_constraint", "optimization_barrier")
