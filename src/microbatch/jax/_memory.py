@@ -15,7 +15,7 @@ from microbatch._identity import Recent, function_key
 from microbatch._memory import Budget, host_memory_bytes, resolve_budget
 from microbatch._planning import Plan, logger, lower_to, make_plan
 from microbatch._search import candidate_sizes, halvings, search
-from microbatch.jax._binding import hoisted, is_array
+from microbatch.jax._binding import argument_of, hoisted, is_array
 from microbatch.jax._scratch import fused_bytes, scratch_bytes
 
 # Buffers are padded, and small ones come and go with the size; more than this is a bend in the line.
@@ -49,7 +49,7 @@ def compile_program(
     (donated arguments, static ones).
     """
     if hasattr(fun, "lower"):
-        described = jax.tree.map(lambda x: spec_of(x) if _is_traced(x) else x, (args, kwargs))
+        described = _described(args, kwargs)
         traced = fun.trace(*described[0], **described[1])
         compiled, consts = traced.lower().compile(), traced.jaxpr.consts
         # A donated argument must not be the caller's.
@@ -57,21 +57,11 @@ def compile_program(
         call = lambda: (lambda a, k: jax.block_until_ready(fun(*a, **k)))(*copied())
         closed_over = sum(x.nbytes for x in consts)
         return _program(where, compiled, traced.jaxpr.jaxpr, call, closed_over)
-    leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
-    places = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
-
-    def flat(arrays: Sequence[Any]) -> Any:
-        filled = list(leaves)
-        for i, array in zip(places, arrays, strict=True):
-            filled[i] = array
-        args, kwargs = treedef.unflatten(filled)
-        return fun(*args, **kwargs)
-
-    arrays = [leaves[i] for i in places]
+    arrays = _arrays((args, kwargs))
     specs = [spec_of(x) for x in arrays]
     # Closed-over arrays become arguments: as constants the compiler would not count them, and inside an outer trace
     # they may be tracers, which cannot be compiled.
-    program, consts, _, jaxpr = hoisted(flat, specs)
+    program, consts, _, jaxpr = hoisted(_over_arrays(fun, args, kwargs), specs)
     compiled = jax.jit(program).lower([spec_of(x) for x in consts], specs).compile()
     call = lambda: jax.block_until_ready(compiled(consts, arrays))
     return _program(where, compiled, jaxpr, call, 0)
@@ -187,17 +177,16 @@ def resolve_auto(
     shapes = tuple(_shape_key(leaf) for leaf in leaves)
 
     def make() -> Plan:
-        described = jax.tree.map(lambda x: spec_of(x) if _is_traced(x) else x, (args, kwargs))
-        output = jax.eval_shape(_over_arrays(fun, *described), _arrays(described))
+        described = _described(args, kwargs)
+        output = _output_types(fun, args, kwargs)
         with_gradient = moving or _is_loss(output)
 
         def program_of(size: int) -> Program:
             small = microbatch_fn(size)
             if with_gradient:
+                constant = set() if moving else {slot.key for slot in batch}
                 try:
-                    both = _with_gradient(
-                        small, {slot.key for slot in batch} if not moving else set()
-                    )
+                    both = _with_gradient(small, constant)
                     return compile_program(where, both, *described)
                 except ValueError:
                     if moving:
@@ -320,7 +309,7 @@ def _with_gradient(fun: Callable[..., Any], constant: set[int | str]) -> Callabl
         moving = [
             i
             for i, (path, leaf) in enumerate(paths)
-            if _argument_key(path) not in constant and _is_inexact(leaf)
+            if argument_of(path) not in constant and _is_inexact(leaf)
         ]
 
         def of(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -335,10 +324,6 @@ def _with_gradient(fun: Callable[..., Any], constant: set[int | str]) -> Callabl
         return values, others, pullback([jnp.ones_like(x) for x in values])
 
     return both
-
-
-def _argument_key(path: tuple[Any, ...]) -> int | str:
-    return path[1].idx if path[0].idx == 0 else path[1].key
 
 
 def _is_traced(leaf: Any) -> bool:
@@ -364,7 +349,7 @@ def _over_arrays(
     fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Callable[[Sequence[Any]], Any]:
     """`fun` of its array leaves alone, as a list; the others stay as they are."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
+    leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
 
     def flat(arrays: Sequence[Any]) -> Any:
         given = iter(arrays)
@@ -377,8 +362,17 @@ def _over_arrays(
 
 def output_bytes(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> int:
     """Bytes of what ``fun(*args, **kwargs)`` returns, from shapes."""
-    described = jax.tree.map(lambda x: spec_of(x) if _is_traced(x) else x, (args, kwargs))
-    return _tree_bytes(jax.eval_shape(_over_arrays(fun, *described), _arrays(described)))
+    return _tree_bytes(_output_types(fun, args, kwargs))
+
+
+def _output_types(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    described = _described(args, kwargs)
+    return jax.eval_shape(_over_arrays(fun, *described), _arrays(described))
+
+
+def _described(args: Any, kwargs: dict[str, Any]) -> Any:
+    """``(args, kwargs)`` with shapes in place of arrays."""
+    return jax.tree.map(lambda x: spec_of(x) if _is_traced(x) else x, (tuple(args), kwargs))
 
 
 def _tree_bytes(tree: Any) -> int:
