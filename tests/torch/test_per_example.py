@@ -294,3 +294,17 @@ def test_the_last_of_examples_that_all_have_weight_0(engine):
 def test_an_output_that_is_no_number_is_refused(engine):
     with pytest.raises(AccumulatorError, match="an output is a str"):
         micro_vmap(lambda x: {"name": "a"}, microbatch_size=2, engine=engine)(torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("weight_fn", "words"),
+    [
+        (lambda x: x, r"weight_fn returned shape \(2,\) for one example"),
+        (lambda x: x[0], r"weight_fn returned -1\.0 for microbatch 0"),
+    ],
+)
+def test_weights_of_examples_that_cannot_be_are_refused(weight_fn, words):
+    rows = torch.tensor([[2.0, 1.0], [-1.0, 5.0], [1.0, 1.0], [1.0, 1.0]])
+    mean = micro_vmap(lambda x: x.sum(), microbatch_size=2, accumulator=MEAN, weight_fn=weight_fn)
+    with pytest.raises(MicrobatchError, match=words):
+        mean(rows)

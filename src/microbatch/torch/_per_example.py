@@ -181,10 +181,17 @@ def run_example_map(
         with torch.no_grad():
             weights = map_examples(spec, weight_fn, dims, args, kwargs)
         weights = as_tensor(weights)
+        if weights.ndim != 1:
+            raise MicrobatchError(
+                f"{spec.where}: weight_fn returned shape {tuple(weights.shape[1:])} for one example.\n"
+                "Return one number for each example, for example mask.sum()."
+            )
         return weights if weights.device.type == "mps" else weights.double()
 
     def microbatch_weight(*args: Any, **kwargs: Any) -> Any:
-        return weights_of(args, kwargs).sum()
+        weights = weights_of(args, kwargs)
+        # A weight that cannot be is handed on, to be refused where weights are read; a sum might hide it.
+        return torch.where((weights < 0).any(), weights.amin(), weights.sum())
 
     dtypes: list[torch.dtype | None] = []
 
