@@ -179,6 +179,7 @@ def micro_grad(
 
     The gradient of ½(w·x − y)² at w = 0, x = 1 is −y; its mean, the mean of its square, and its norm:
 
+    >>> from microbatch import AccumulationType
     >>> def loss(params, features, targets):
     ...     return 0.5 * jnp.mean((features @ params - targets) ** 2)
     >>> (mean, square), aux = micro_grad(
