@@ -308,3 +308,27 @@ def test_weights_of_examples_that_cannot_be_are_refused(weight_fn, words):
     mean = micro_vmap(lambda x: x.sum(), microbatch_size=2, accumulator=MEAN, weight_fn=weight_fn)
     with pytest.raises(MicrobatchError, match=words):
         mean(rows)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "fun, has_aux, words",
+    [
+        (lambda w, x: (x @ w).sum().int(), False, r"is int32\[\], not one real number"),
+        (lambda w, x: (x @ w).sum() * 1j, False, r"is complex128\[\], not one real number"),
+        (lambda w, x: x * w, False, r"is float64\[1, 3\], not one real number"),
+        (lambda w, x: ((x @ w).sum(), x), False, "is a tuple, not a tensor"),
+        (lambda w, x: (x @ w).sum(), True, "has_aux=True, and the function returned a Tensor"),
+    ],
+)
+def test_losses_without_a_gradient_by_their_type(fun, has_aux, words, engine):
+    w, x = torch.ones(3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+    with pytest.raises(MicrobatchError, match=words):
+        micro_grad(fun, has_aux, microbatch_size=2, engine=engine)(w, x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_of_one_element_is_a_number_per_example(engine):
+    w, x = torch.ones(3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+    found, aux = micro_grad(lambda w, x: x @ w, microbatch_size=2, engine=engine)(w, x)
+    assert found.tolist() == [4.0, 4.0, 4.0] and aux.values.shape == (4,)

@@ -99,8 +99,8 @@ def microbatch(
       accumulator_dtype: holds sums and means in this dtype. Default: float32 for float16 and bfloat16, the output's own
         dtype for others. The result has the output's dtype.
       rng: "replay": when a microbatch is evaluated again for its derivative, it draws the random numbers that it drew
-        before, on every device. One `torch.Generator`, or several, that `fun` draws from are replayed beside the
-        default ones. None where nothing is drawn.
+        before, on every device; so do generators that are found in closures, arguments and modules. One
+        `torch.Generator`, or several, where `fun` draws from others. None where nothing is drawn.
       differentiate: "auto": where one real scalar is differentiated, with SUM or MEAN, its gradients are made together
         with its value ("in_forward"; backward then runs once, and not twice differentiably); otherwise, and under
         float16 or `torch.func`, backward evaluates each microbatch again ("recompute"). "store" keeps everything.

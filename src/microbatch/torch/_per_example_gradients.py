@@ -9,14 +9,14 @@ from torch import nn
 
 from microbatch._accumulation import AccumulationType
 from microbatch._checks import as_argnums, name_of
-from microbatch._errors import BatchError
+from microbatch._errors import BatchError, MicrobatchError
 from microbatch._outputs import canonical
 from microbatch._splitting import Order, Remainder
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._captured import Member, installed
 from microbatch.torch._differentiate import Differentiate
 from microbatch.torch._per_example import Engine, example_map, run_example_map
-from microbatch.torch._tensors import as_tensor, carry_dtype
+from microbatch.torch._tensors import as_tensor, carry_dtype, type_words
 
 
 class Aux(NamedTuple):
@@ -146,7 +146,7 @@ def micro_grad(
             args = tuple(modules.get(i, a) for i, a in enumerate(as_batch_of_one(args)))
             with installed(members):
                 output = fun(*args, **kwargs)
-            return output if has_aux else (output, None)
+            return _loss_and_aux(where, output, has_aux)
 
         def example_gradient(*args: Any, **kwargs: Any) -> Any:
             found, (value, aux) = gradient_fn(of_example, wanted, args, kwargs)
@@ -181,6 +181,31 @@ def global_norm(tree: Any) -> torch.Tensor:
             (leaf * leaf.conj()).real.sum() if leaf.is_complex() else leaf.square().sum()
         )
     return torch.stack(squares).sum().sqrt()
+
+
+def _loss_and_aux(where: str, output: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
+    """One example's loss and the rest; what has no gradient by its type is refused, not differentiated to zero."""
+    if has_aux and not (isinstance(output, tuple) and len(output) == 2):
+        raise MicrobatchError(
+            f"{where}: has_aux=True, and the function returned a {type(output).__name__}.\n"
+            "Return (loss, aux)."
+        )
+    loss, aux = output if has_aux else (output, None)
+    if not isinstance(loss, torch.Tensor):
+        advice = (
+            "Return (loss, aux) with has_aux=True."
+            if isinstance(loss, tuple)
+            else "Return a tensor."
+        )
+        raise MicrobatchError(
+            f"{where}: the loss is a {type(loss).__name__}, not a tensor.\n{advice}"
+        )
+    if loss.numel() != 1 or not loss.dtype.is_floating_point:
+        raise MicrobatchError(
+            f"{where}: the loss of one example is {type_words(loss)}, not one real number.\n"
+            "Reduce it, for example by .mean(), and give its real part."
+        )
+    return loss.reshape(()), aux
 
 
 def _by_transformation(
