@@ -8,7 +8,16 @@ import numpy as np
 from microbatch._accumulation import EXTREMES, AccumulationType
 from microbatch._errors import MicrobatchError
 from microbatch._splitting import Split
-from microbatch._verification import TRUSTED_UNITS, Cause, Comparison, Leaf, agree
+from microbatch._verification import (
+    TRUSTED_UNITS,
+    Cause,
+    Comparison,
+    Leaf,
+    Verification,
+    agree,
+    explain,
+    worst,
+)
 
 MOST_MICROBATCHES = 64
 MEAN, SUM = AccumulationType.MEAN, AccumulationType.SUM
@@ -50,7 +59,38 @@ class Subject(Protocol):
         ...
 
 
-def find_causes(subject: Subject, comparisons: Sequence[Comparison]) -> tuple[Cause, ...]:
+def explained(
+    subject: Subject,
+    comparisons: tuple[Comparison, ...],
+    *,
+    name: str,
+    framework: str,
+    batch_size: int,
+) -> Verification:
+    """The verdict on the comparisons, with the causes of a difference.
+
+    Args:
+      subject: what is examined where they differ.
+      comparisons: of the whole batch with its microbatches, leaf by leaf.
+      name: of the function.
+      framework: of the front.
+      batch_size: rows that were given, of which `subject` may have fewer.
+    """
+    verdict = worst([c.verdict for c in comparisons])
+    return Verification(
+        name=name,
+        framework=framework,
+        batch_size=batch_size,
+        rows=subject.split.batch_size,
+        microbatch_size=subject.split.microbatch_size,
+        verdict=verdict,
+        comparisons=comparisons,
+        causes=_find_causes(subject, comparisons),
+        explanation=explain(comparisons, verdict),
+    )
+
+
+def _find_causes(subject: Subject, comparisons: Sequence[Comparison]) -> tuple[Cause, ...]:
     """Tries one known reason after another, and reports the first that holds (and values that are not finite).
 
     Args:

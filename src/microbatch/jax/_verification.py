@@ -20,9 +20,9 @@ from microbatch._checks import (
     signature_of,
 )
 from microbatch._errors import MicrobatchSizeError
-from microbatch._explaining import find_causes
+from microbatch._explaining import explained
 from microbatch._splitting import Split, make_split
-from microbatch._verification import Cause, Leaf, Verification, compare, explain, worst
+from microbatch._verification import Cause, Leaf, Verification, compare
 from microbatch.jax._binding import Call, batch_leaves, flatten_call
 from microbatch.jax._memory import compile_program, device_budget, spec_of
 from microbatch.jax._microbatch import microbatch
@@ -121,18 +121,7 @@ def _verify(run: "_Run", total: int, name: str) -> Verification:
     precise = run.in_float64()
     reference = None if precise is None else precise.results(precise.fun)
     comparisons = compare(whole, pieces, reference)
-    verdict = worst([c.verdict for c in comparisons])
-    return Verification(
-        name=name,
-        framework="jax",
-        batch_size=total,
-        rows=run.split.batch_size,
-        microbatch_size=run.split.microbatch_size,
-        verdict=verdict,
-        comparisons=comparisons,
-        causes=find_causes(precise or run, comparisons),
-        explanation=explain(comparisons, verdict),
-    )
+    return explained(precise or run, comparisons, name=name, framework="jax", batch_size=total)
 
 
 @dataclass(frozen=True)

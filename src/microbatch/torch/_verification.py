@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from microbatch._accumulation import AccumulationType, as_accumulator
 from microbatch._checks import check_size, name_of
 from microbatch._errors import MicrobatchSizeError, PlanError
-from microbatch._explaining import find_causes
+from microbatch._explaining import explained
 from microbatch._splitting import Split, make_split
 from microbatch._trees import leaves_with_paths, map_leaves
-from microbatch._verification import Cause, Leaf, Verification, compare, explain, worst
+from microbatch._verification import Cause, Leaf, Verification, compare
 from microbatch.torch._batch import NOT_SPLIT, Batch, argument_names, batch_of
 from microbatch.torch._clues import influential_module, possible_weights
 from microbatch.torch._discovery import Found, discover
@@ -125,17 +125,8 @@ def _verify(run: "_Run", total: int, name: str) -> Verification:
     with run.in_float64() if random is None else contextlib.nullcontext() as precise:
         reference = None if precise is None else precise.results(precise.fun)
         comparisons = compare(whole, pieces, reference)
-        verdict = worst([c.verdict for c in comparisons])
-        return Verification(
-            name=name,
-            framework="torch",
-            batch_size=total,
-            rows=run.split.batch_size,
-            microbatch_size=run.split.microbatch_size,
-            verdict=verdict,
-            comparisons=comparisons,
-            causes=find_causes(precise or run, comparisons),
-            explanation=explain(comparisons, verdict),
+        return explained(
+            precise or run, comparisons, name=name, framework="torch", batch_size=total
         )
 
 
