@@ -216,7 +216,8 @@ def refuse_overlap(where: str, out: Any, batch: Any, others: Any) -> None:
 
 def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
     try:
-        return np.shares_memory(a, b, max_work=10_000)
+        # NumPy's stubs know its two named bounds alone.
+        return np.shares_memory(a, b, max_work=10_000)  # pyrefly: ignore[bad-argument-type]
     except np.exceptions.TooHardError:
         return True
 
