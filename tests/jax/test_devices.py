@@ -52,7 +52,7 @@ def params():
     return {
         "w": jax.random.normal(keys[0], (12, 16)) / 4,
         "b": jax.random.normal(keys[1], (16,)),
-        "scale": jnp.full((16,), 0.9),
+        "scale": jnp.full((16,), 0.9, jnp.float32),
         "v": jax.random.normal(keys[2], (16, 8)) / 4,
     }
 
