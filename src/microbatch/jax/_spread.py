@@ -215,7 +215,8 @@ def _known_axis(devices: Devices, leaf: Any) -> int | None:
 
 def _known_axes(devices: Devices, leaves: Sequence[Any]) -> dict[tuple[int, ...], int]:
     """Shapes of arrays that are known to lie over the devices: what has the shape of a parameter lies like it."""
-    axes = {leaf.shape: _known_axis(devices, leaf) for leaf in leaves}
+    # What a program closes over may be a number of Python.
+    axes = {jnp.shape(leaf): _known_axis(devices, leaf) for leaf in leaves}
     return {shape: axis for shape, axis in axes.items() if axis is not None}
 
 
