@@ -7,7 +7,7 @@ from jax.flatten_util import ravel_pytree
 
 from microbatch.jax._factored import explain
 
-from .models import MODELS
+from .models import MODELS, Model
 from .running import as_double, assert_same_tree, clip, per_example, run, squared_norm
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -44,6 +44,23 @@ def test_engines_agree_in_float32(name):
     model = MODELS[name]()
     one = per_example(model, clip, squared_norm)
     assert_same_tree(run("auto", model, one), run("vmap", model, one), 1e-5)
+
+
+SUMMED = {
+    "dense": lambda p, x: x @ p,
+    "convolution": lambda p, x: jax.lax.conv(x[:, None], p[:, None, None], (1, 1), "SAME"),
+    "embedding": lambda p, x: p[jnp.argsort(x, axis=-1)],
+}
+
+
+@pytest.mark.parametrize("kind", SUMMED)
+def test_cotangents_that_are_one_number_everywhere(kind):
+    layer = SUMMED[kind]
+    with jax.enable_x64(True):
+        x, p = jnp.cos(jnp.arange(60.0)).reshape(5, 4, 3), jnp.sin(jnp.arange(12.0)).reshape(3, 4)
+        model = Model(lambda p, x: jnp.sum(layer(p, x)) ** 2, p, (x,))
+        one = per_example(model, clip_and_square, squared_norm)
+        assert_same_tree(run("auto", model, one), run("vmap", model, one), 1e-12)
 
 
 def test_ravelled_gradients_stay_factored():

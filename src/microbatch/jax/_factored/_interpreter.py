@@ -59,6 +59,10 @@ class _Frame:
             if value is not _PENDING and is_factored(value) and var not in self.arrays:
                 self.arrays[var] = Dense(algebra.entries(ctx, value))
         if _has_maker(eqn, known):
+            for var, value in zip(eqn.invars, known, strict=True):
+                if isinstance(value, Fill) and value.per_example:
+                    entries = algebra.fill_entries(value, self.ctx.batch_size)
+                    self.arrays[var] = Dense(entries)
             out = MAKERS[eqn.primitive.name](ctx, eqn, *self._values(index, eqn, arrays=True))
             if out is not None:
                 self.env[eqn.outvars[0]] = out
