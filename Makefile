@@ -11,6 +11,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
 DEMO_READY := $(VENV)/ready-demo-$(FRAMEWORK)
 DEV_READY := $(VENV)/ready-dev
 DOCS_READY := $(VENV)/ready-docs
+BENCH_READY := $(VENV)/ready-bench
 SETUP := pyproject.toml constraints.txt Makefile
 
 .PHONY: demo test lint format bench docs clean
@@ -31,7 +32,7 @@ format: $(DEV_READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV_READY)
+bench: $(BENCH_READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 docs: $(DOCS_READY)
@@ -61,4 +62,8 @@ $(DEV_READY): $(SETUP) | $(CREATED)
 
 $(DOCS_READY): $(DEV_READY)
 	$(PIP) -c constraints.txt -e '.[dev,docs]'
+	touch $@
+
+$(BENCH_READY): $(DEV_READY) benchmarks/requirements.txt
+	$(PIP) --no-deps -r benchmarks/requirements.txt
 	touch $@

@@ -11,15 +11,17 @@ import typer
 from rich.console import Console
 
 from benchmarks import _report
-from benchmarks._harness import measure
+from benchmarks._harness import Table, measure
 
 # Each module runs in a process of its own, so that none finds another's memory or compiled programs.
 MODULES = {
     "gradient": "benchmarks.jax_gradient",
     "through": "benchmarks.jax_through",
     "per_example": "benchmarks.jax_per_example",
+    "mapping": "benchmarks.jax_mapping",
     "torch_training": "benchmarks.torch_training",
     "torch_through": "benchmarks.torch_through",
+    "torch_per_example": "benchmarks.torch_per_example",
 }
 RESULTS = Path(__file__).parent / "results.json"
 
@@ -32,7 +34,7 @@ def main(
         list[str] | None, typer.Argument(help=f"Which: {', '.join(MODULES)}. Default: all.")
     ] = None,
     save: Annotated[
-        bool, typer.Option(help="Write results.json, RESULTS.md and results.svg in benchmarks/.")
+        bool, typer.Option(help="Write results.json, RESULTS.md and the figures in benchmarks/.")
     ] = False,
     inside: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -58,16 +60,16 @@ def main(
         found += results
     if save:
         _report.save(found, RESULTS)
-        console.print(f"Wrote {RESULTS}, RESULTS.md and results.svg beside it.")
+        console.print(f"Wrote {RESULTS}, RESULTS.md and the figures beside it.")
 
 
 def _run_here(name: str) -> None:
     """Measures one module's workloads and prints them as JSON; progress goes to standard error."""
     log = Console(stderr=True)
     with log.status(name) as status:
+        found = importlib.import_module(MODULES[name]).workloads()
         results = [
-            measure(workload, status.update).to_dict()
-            for workload in importlib.import_module(MODULES[name]).workloads()
+            (w if isinstance(w, Table) else measure(w, status.update)).to_dict() for w in found
         ]
     print(json.dumps(results))
 

@@ -6,7 +6,7 @@ round by round before their median is.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -83,6 +83,35 @@ class Result:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Table:
+    """What is counted rather than raced: how cost grows, how often something runs.
+
+    Attributes:
+      name: for the JSON file.
+      title: what is counted, and of what.
+      columns: what the cells are, with units.
+      rows: one tuple of cells per row; None for what does not apply.
+      x: the column to draw the others against, on logarithmic axes; None draws nothing.
+      curves: the columns to draw.
+      bars: promises, and for each what was reached.
+      note: what a reader must know to read it.
+    """
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    x: str | None = None
+    curves: tuple[str, ...] = ()
+    bars: tuple[tuple[Bar, float], ...] = ()
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
 def measure(workload: Workload, progress: Callable[[str], None] = lambda _: None) -> Result:
     """Times the contenders in turn."""
     times: dict[str, list[float]] = {c.name: [] for c in workload.contenders}
@@ -105,6 +134,18 @@ def measure(workload: Workload, progress: Callable[[str], None] = lambda _: None
     )
     reached = tuple((bar, _reached(bar, by_name, times)) for bar in workload.bars)
     return Result(workload.name, workload.title, workload.reference, rows, reached)
+
+
+def seconds_in_turn(runs: Sequence[Callable[[], Any]], rounds: int = 5) -> list[float]:
+    """Median seconds of each of `runs`, which take turns, after one run of each that warms up."""
+    taken: list[list[float]] = [[] for _ in runs]
+    for turn in range(rounds + 1):
+        for run, times in zip(runs, taken, strict=True):
+            start = time.perf_counter()
+            run()
+            if turn:
+                times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in taken]
 
 
 def _row(

@@ -10,32 +10,61 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("microbatch", "numpy", "jax", "jaxlib", "optax", "torch", "accelerate", "opacus")
+PACKAGES = (
+    "microbatch",
+    "numpy",
+    "jax",
+    "jaxlib",
+    "optax",
+    "torch",
+    "accelerate",
+    "lightning",
+    "opacus",
+)
 COLUMNS = ("", "time ratio", "seconds", "fastest … slowest", "MiB", "ratio", "compile s", "error")
 
 
 def print_result(console: Console, result: dict[str, Any]) -> None:
     """One workload's table, and its bars."""
     table = Table(title=result["title"], title_justify="left", title_style="bold")
-    for i, column in enumerate(COLUMNS):
+    columns, rows = _table(result)
+    for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
-    for row in result["rows"]:
-        table.add_row(*_cells(row))
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
+    if result.get("note"):
+        console.print("  " + result["note"], highlight=False)
     for line in _bars(result):
         console.print("  " + line, highlight=False)
     console.print()
 
 
 def save(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Merges `results` into the JSON at `path` by name, and writes RESULTS.md and results.svg beside it."""
+    """Merges `results` into the JSON at `path` by name, and writes RESULTS.md and the figures beside it."""
     known = json.loads(path.read_text())["results"] if path.exists() else []
     merged = {result["name"]: result for result in [*known, *results]}
     everything = list(merged.values())
     machine = {"machine": _machine(), "versions": _versions(), "results": everything}
     path.write_text(json.dumps(machine, indent=1) + "\n")
     (path.parent / "RESULTS.md").write_text(_markdown(everything))
-    _figure(everything, path.with_name("results.svg"))
+    _figure([r for r in everything if "reference" in r], path.with_name("results.svg"))
+    _growth_figure([r for r in everything if r.get("x")], path.with_name("growth.svg"))
+
+
+def _table(result: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
+    """Columns and cells, of a race or of a table of counts."""
+    if "columns" in result:
+        return result["columns"], [[_in_words(cell) for cell in row] for row in result["rows"]]
+    return COLUMNS, [_cells(row) for row in result["rows"]]
+
+
+def _in_words(cell: Any) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
+    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -77,11 +106,15 @@ def _markdown(results: Sequence[dict[str, Any]]) -> str:
         "",
         "![Time and memory relative to the reference](results.svg)",
         "",
+        "![How cost grows](growth.svg)",
+        "",
     ]
     for result in results:
-        parts += [f"## {result['title']}", "", f"Reference: {result['reference']}.", ""]
-        parts += ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
-        parts += ["| " + " | ".join(_cells(row)) + " |" for row in result["rows"]]
+        columns, rows = _table(result)
+        note = f"Reference: {result['reference']}." if "reference" in result else result["note"]
+        parts += [f"## {result['title']}", "", *([note, ""] if note else [])]
+        parts += ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+        parts += ["| " + " | ".join(row) + " |" for row in rows]
         parts += ["", *(f"- {line}" for line in _bars(result)), ""]
     return "\n".join(parts)
 
@@ -109,6 +142,29 @@ def _figure(results: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_title(f"{title} relative to the reference")
         axes.grid(axis="x", alpha=0.3)
     left.set_yticks(range(len(labels)), labels, fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _growth_figure(tables: Sequence[dict[str, Any]], path: Path) -> None:
+    """One panel a table: its curves, on logarithmic axes."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib.figure import Figure
+
+    if not tables:
+        return
+    figure = Figure(figsize=(5 * len(tables), 3.6), layout="constrained")
+    for axes, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables, strict=True):
+        of = lambda column, table=table: [
+            row[table["columns"].index(column)] for row in table["rows"]
+        ]
+        for column in table["curves"]:
+            axes.loglog(of(table["x"]), of(column), marker="o", markersize=3, label=column)
+        axes.set_xlabel(table["x"])
+        axes.set_title(table["title"], fontsize=8, wrap=True)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
     figure.savefig(path, metadata={"Date": None})
 
 
