@@ -106,9 +106,9 @@ def _markdown(results: Sequence[dict[str, Any]]) -> str:
         "",
         "![Time and memory relative to the reference](results.svg)",
         "",
-        "![How cost grows](growth.svg)",
-        "",
     ]
+    if any(result.get("x") for result in results):
+        parts += ["![How cost grows](growth.svg)", ""]
     for result in results:
         columns, rows = _table(result)
         note = f"Reference: {result['reference']}." if "reference" in result else result["note"]
