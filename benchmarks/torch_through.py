@@ -90,7 +90,7 @@ def _two_passes(model: Any, _: Loss, batch: tuple[torch.Tensor, ...], size: int)
 
 
 def _head(
-    tokens: int = 4096, size: int = 128, width: int = 512, vocabulary: int = 32768
+    tokens: int = 4096, size: int = 512, width: int = 512, vocabulary: int = 32768
 ) -> Workload:
     def by_microbatch(head: nn.Module, _: Loss, batch: tuple[torch.Tensor, ...]) -> None:
         summed = mb.microbatch(
