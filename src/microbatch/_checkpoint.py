@@ -105,8 +105,9 @@ class Checkpoint:
         return True
 
     def remove(self) -> None:
-        """Deletes the file: what is finished is not taken up again."""
+        """Deletes the file: what is finished is not taken up again. So is what a killed process left half-written."""
         self.path.unlink(missing_ok=True)
+        _beside(self.path).unlink(missing_ok=True)
 
 
 def function_words(fun: Callable[..., Any]) -> str:
@@ -181,7 +182,7 @@ def _write(path: Path, where: str, identity: Mapping[str, str], progress: Progre
     }
     content = _safetensors(where).numpy.save(stored, metadata=metadata)
     # Written beside, flushed and renamed: a reader, or a restart, finds the old file or the new one, never half of one.
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    beside = _beside(path)
     try:
         with open(beside, "wb") as file:
             file.write(content)
@@ -190,6 +191,11 @@ def _write(path: Path, where: str, identity: Mapping[str, str], progress: Progre
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    """Where a file is written before it is renamed; one name, so that what a killed process left is overwritten."""
+    return path.with_name(f"{path.name}.part")
 
 
 def _read(path: Path, where: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:

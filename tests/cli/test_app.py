@@ -233,6 +233,8 @@ def started(arguments, folder, **keywords):
         text=True,
         cwd=folder,
         env=environment,
+        # Tests that run in the background inherit that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **keywords,
     )
 
