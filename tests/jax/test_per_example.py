@@ -226,6 +226,28 @@ def test_ones_own_accumulator_needs_an_aggregate():
         micro_vmap(lambda x: x, accumulator=Accumulator(*[lambda *a: None] * 3))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [None, 2, 3, 6])
+def test_ones_own_accumulator_has_zeros_for_examples_of_weight_0(size, engine):
+    """Whatever they hold; and it begins and ends in the same way for every size."""
+    seen = Accumulator(
+        lambda spec: jnp.zeros(spec.shape),
+        lambda carry, value, index: carry + value,
+        lambda carry: 2 * carry,
+        lambda values: values.sum(0),
+    )
+    x = jnp.array([-5.0, jnp.nan, jnp.inf, -3.0, jnp.nan, jnp.nan])
+    w = jnp.arange(3.0)
+    gradients, _ = micro_grad(
+        lambda w, x: jnp.sum(w * x),
+        accumulator=seen,
+        microbatch_size=size,
+        weight_fn=lambda w, x: jnp.isfinite(x[0]),
+        engine=engine,
+    )(w, x)
+    assert gradients.tolist() == [-16.0] * 3
+
+
 def test_ones_own_result_keeps_its_dtype_beside_weights():
     """Sums are widened and narrowed again; what an accumulator of one's own makes is left as it is."""
     positive = Accumulator(

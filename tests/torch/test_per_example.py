@@ -202,6 +202,42 @@ def test_every_kind_reduces_over_examples():
     assert micro_vmap(lambda x: x, microbatch_size=2, accumulator=total)(x) == 24
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("weight_fn", [None, lambda x: x >= 0])
+@pytest.mark.parametrize("size", [None, 50])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+)
+def test_booleans_and_small_integers_are_counted(dtype, size, weight_fn, engine):
+    """As `torch.sum` of the examples: a hundred true ones are no single one, and int8 does not overflow."""
+    x = (torch.arange(100) % 3 * 50).to(dtype)
+    counted = micro_vmap(
+        lambda x: x, microbatch_size=size, accumulator=SUM, weight_fn=weight_fn, engine=engine
+    )(x)
+    assert counted.dtype == torch.vmap(lambda x: x)(x).sum().dtype == torch.int64
+    assert counted.item() == x.numpy().sum(dtype="int64")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [None, 2, 3, 6])
+def test_ones_own_accumulator_never_sees_an_example_of_weight_0(size, engine):
+    largest = Accumulator(
+        lambda spec: torch.full((), -torch.inf),
+        lambda carry, value, index: torch.maximum(carry, value),
+        lambda carry: 2 * carry,
+        lambda values: values.amax(0),
+    )
+    x = torch.tensor([-5.0, torch.nan, torch.inf, -3.0, torch.nan, torch.nan])
+    found = micro_vmap(
+        lambda x: 10 * x,
+        microbatch_size=size,
+        accumulator=largest,
+        weight_fn=torch.isfinite,
+        engine=engine,
+    )
+    assert found(x) == -60
+
+
 def test_examples_may_go_to_another_dimension():
     x = torch.arange(12.0).reshape(4, 3)
     found = micro_vmap(lambda x: 2 * x, out_dims=-1, microbatch_size=2)(x)

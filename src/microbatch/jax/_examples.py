@@ -104,7 +104,10 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     size = _batch_size(spec, args, kwargs, in_axes)
     if spec.key_argnums:
         kwargs = {**kwargs, ROW_INDEX: jnp.arange(size)}
-    if spec.options["microbatch_size"] is None and spec.options["num_microbatches"] is None:
+    whole = spec.options["microbatch_size"] is None and spec.options["num_microbatches"] is None
+    # One's own accumulator begins and ends, of a single microbatch, too.
+    custom = any(isinstance(kind, Accumulator) for kind in jax.tree.leaves(kinds))
+    if whole and not custom:
         out = reduced(*args, **kwargs)
     else:
         argnums, axes = _batch_arguments(in_axes, kwargs)
@@ -118,7 +121,7 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             weight_fn=any_weight if weighted else None,
             key_argnums=(),
             checkpoint_policy=None,
-            **spec.options,
+            **(spec.options | ({"num_microbatches": 1} if whole else {})),
         )
         out = run(reduced, checked(options, declared=False), args, kwargs)
     if weighted:

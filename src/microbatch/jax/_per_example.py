@@ -71,7 +71,7 @@ def micro_vmap(
       order: see `microbatch`.
       remainder: see `microbatch`.
       weight_fn: maps the arguments of `fun` to one example's weight in MEAN. An example of weight 0 contributes
-        exactly nothing, whatever it holds; CONCAT has zeros in its row.
+        exactly nothing, whatever it holds; CONCAT, and what an `aggregate` is called with, have zeros in its row.
       accumulator_dtype: see `microbatch`.
       key_argnums: arguments that are random keys, not mapped; the example's index in the batch is folded into
         them, so that results do not depend on the microbatch size.

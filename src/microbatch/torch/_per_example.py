@@ -51,14 +51,14 @@ def micro_vmap(
         positional argument. Keyword arguments are mapped over dimension 0.
       out_dims: where CONCAT puts the examples; 0 for everything else.
       microbatch_size: examples in a microbatch; None maps all at once.
-      accumulator: how the examples' outputs combine, a tree that is a prefix of the output. An `Accumulator` needs
-        its `aggregate`.
+      accumulator: how the examples' outputs combine, a tree that is a prefix of the output. SUM of integers and
+        booleans is `torch.sum`'s, a count in int64. An `Accumulator` needs its `aggregate`.
       num_real_microbatches: see `microbatch`.
       num_microbatches: see `microbatch`.
       order: see `microbatch`.
       remainder: see `microbatch`.
       weight_fn: maps the arguments of `fun` to one example's weight in MEAN. An example of weight 0 contributes
-        exactly nothing, whatever it holds; CONCAT has zeros in its row.
+        exactly nothing, whatever it holds; CONCAT has zeros in its row, and an `aggregate` is called without it.
       accumulator_dtype: see `microbatch`.
       rng: see `microbatch`.
       randomness: as `torch.vmap`'s: "different" draws for each example (dropout), "same" once for a microbatch, "error"
@@ -210,7 +210,9 @@ def run_example_map(
         """The result in the dtypes of the examples' outputs; until here it was held as sums are."""
         parts = parts_of(spec.where, spec.accumulator, result)
         values = [
-            part.value.to(dtype) if isinstance(part.accumulator, AccumulationType) else part.value
+            part.value.to(dtype)
+            if part.accumulator in (SUM, *MEANS) and _is_inexact(part.value.dtype)
+            else part.value
             for part, dtype in zip(parts, dtypes, strict=True)
         ]
         return assemble(spec.accumulator, result, values)
@@ -267,6 +269,9 @@ def _reduce(
         return value.amax(0)
     if kind is AccumulationType.MIN:
         return value.amin(0)
+    if not _is_inexact(value.dtype):
+        # Booleans are counted, and small integers do not overflow, as `torch.sum` has it.
+        return value.sum(0)
     wide = carry_dtype(value.dtype, accumulator_dtype)
     if kind is SUM:
         return value.sum(0, dtype=wide)
@@ -279,8 +284,12 @@ def _reduce(
 
 def _can_reduce(kind: AccumulationType, dtype: torch.dtype) -> bool:
     if kind in MEANS:
-        return dtype.is_floating_point or dtype.is_complex
+        return _is_inexact(dtype)
     return kind not in EXTREMES or not dtype.is_complex
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _neutral(kind: AccumulationType, like: torch.Tensor) -> torch.Tensor:
