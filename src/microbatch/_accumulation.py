@@ -167,6 +167,26 @@ def leaf_rule(kind: AccumulationType, ops: ArrayOps) -> Rule:
     return rules[kind]
 
 
+class Step(NamedTuple):
+    """Which microbatch is being added to a carry.
+
+    Attributes:
+      index: its place among all microbatches.
+      rows: how many it has.
+      weight: its weight, relative where all are; None for 1.
+      total: the weight of those before it, in the unit of `weight`.
+      own_weight: its weight as custom accumulators are told it: what `weight_fn` says, or rows.
+      first: whether it is the first that is added.
+    """
+
+    index: int
+    rows: int
+    weight: Any = None
+    total: Any = 0
+    own_weight: Any = None
+    first: bool = False
+
+
 NARROW = frozenset({"float16", "bfloat16"})
 
 

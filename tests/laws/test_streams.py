@@ -111,6 +111,19 @@ def test_a_stream_without_rows_needs_weights(front):
         )
 
 
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        ((Carry(0), Carry(0)), "two outputs are carried to one argument"),
+        ((Carry(1), LAST), r"Carry\(1\) names no argument; the call has 1"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(front, kinds, said):
+    fold = front.module.accumulate(lambda state, x: (state, state), kinds)
+    with pytest.raises(AccumulatorError, match=said):
+        fold(front.arrays(np.ones(2)), microbatches=[front.arrays(np.ones(2))])
+
+
 def test_the_stream_is_read_once_and_at_most_one_ahead(front):
     read, ran = [], []
 

@@ -4,15 +4,13 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-
 from microbatch._accumulation import AccumulationType, is_accumulator
-from microbatch._checkpoint import Checkpoint, Progress
 from microbatch._checks import name_of
+from microbatch._stream import Settings, fold_stream
 from microbatch.jax._accumulators import checked_dtype
 from microbatch.jax._outputs import accumulators_of
 from microbatch.jax._stream_fold import Folding
-from microbatch.jax._stream_program import Settings
+from microbatch.jax._stream_leaves import with_paths
 
 
 def accumulate(
@@ -99,13 +97,11 @@ def accumulate(
     3.0
     """
     where = f"accumulate({name_of(fun)})"
-    settings = Settings(
-        where,
-        accumulator,
-        _accumulator_key(where, accumulator),
-        weight_fn,
-        checked_dtype(where, accumulator_dtype),
-    )
+    kinds = accumulators_of(where, accumulator)
+    paths = [f"output{path}" for path, _ in with_paths(accumulator, is_leaf=is_accumulator)]
+    entries = tuple(zip(paths, kinds, strict=True))
+    dtype = checked_dtype(where, accumulator_dtype)
+    settings = Settings(where, accumulator, entries, weight_fn, dtype)
 
     def accumulated(
         *args: Any,
@@ -113,49 +109,6 @@ def accumulate(
         checkpoint: str | os.PathLike[str] | None = None,
         out: Any = None,
     ) -> Any:
-        return _run(Folding(fun, settings, args, out), microbatches, checkpoint)
+        return fold_stream(Folding(fun, settings, args, out), microbatches, checkpoint)
 
     return accumulated
-
-
-def _run(folding: Folding, microbatches: Iterable[Any], path: str | os.PathLike[str] | None) -> Any:
-    checkpoint: Checkpoint | None = None
-    saved: Progress | None = None
-    for element in microbatches:
-        leaves, structure = folding.read(element)
-        del element
-        if path is not None and checkpoint is None:
-            checkpoint = Checkpoint(path, folding.where, folding.identity(leaves, structure))
-            saved = folding.resume(checkpoint, leaves, structure)
-        if saved is not None and folding.position < saved.position:
-            folding.pass_over()
-            continue
-        if saved is not None and folding.position == saved.position:
-            _check_same_stream(checkpoint, saved, folding)
-        folding.add(leaves, structure)
-        # Released before the iterable makes the next one.
-        del leaves
-        if checkpoint is not None and checkpoint.due:
-            # Waited for first, so that the time of computing is not taken for that of saving.
-            folding.wait()
-            checkpoint.save(folding.progress)
-    if saved is not None and folding.position <= saved.position:
-        _check_same_stream(checkpoint, saved, folding)
-    result = folding.result()
-    if checkpoint is not None:
-        jax.block_until_ready(result)
-        checkpoint.remove()
-    return result
-
-
-def _check_same_stream(checkpoint: Checkpoint, saved: Progress, folding: Folding) -> None:
-    was = (saved.position, saved.numbers["rows_read"])
-    now = (folding.position, folding.rows_before)
-    checkpoint.check(
-        "stream", *(f"{rows} rows in {count} microbatches" for count, rows in (was, now))
-    )
-
-
-def _accumulator_key(where: str, accumulator: Any) -> Any:
-    kinds = accumulators_of(where, accumulator)
-    return tuple(kinds), jax.tree.structure(accumulator, is_leaf=is_accumulator)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from microbatch._accumulation import AccumulationType
+from microbatch._accumulation import AccumulationType, is_accumulator
 from microbatch._errors import AccumulatorError
 from microbatch._identity import Recent
+from microbatch._stream import Settings
 from microbatch.jax._accumulators import CONCAT, RULES, Moment, Output, as_weight, update
 from microbatch.jax._convolutions import canonical_convolutions, has_convolution
 from microbatch.jax._outputs import OutputPlan, plan_outputs
@@ -20,25 +21,6 @@ from microbatch.jax._rows import explicit_spec
 from microbatch.jax._stateful import evaluated
 
 _MOST_PROGRAMS = 32
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of `accumulate` but the function, checked.
-
-    Attributes:
-      where: opens the messages.
-      accumulator: one kind, or a tree of kinds.
-      key: the same, hashable.
-      weight_fn: see `accumulate`.
-      accumulator_dtype: see `accumulate`.
-    """
-
-    where: str
-    accumulator: Any
-    key: Hashable
-    weight_fn: Callable[..., Any] | None
-    accumulator_dtype: Any
 
 
 @dataclass(frozen=True)
@@ -295,7 +277,10 @@ def rows_of(leaves: Sequence[Any]) -> int | None:
 def program_of(fun: Callable[..., Any], settings: Settings, structure: Structure) -> Program:
     """The program of `fun`, kept as long as `fun` lives: calls in every optimizer step share it."""
     programs, reference = _programs_of(fun)
-    key = (settings.key, settings.weight_fn, settings.accumulator_dtype, structure.key)
+    # The leaves alone do not tell a dictionary from another type with the same keys.
+    tree = jax.tree.structure(settings.accumulator, is_leaf=is_accumulator)
+    options = (settings.entries, tree, settings.weight_fn, settings.accumulator_dtype)
+    key = (options, structure.key)
     return programs.get(key, lambda: Program(reference, settings, structure))
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from microbatch._accumulation import AccumulationType, Carry
+from microbatch._accumulation import AccumulationType, Carry, Step
 from microbatch._errors import AccumulatorError, MicrobatchError
 from microbatch._outputs import Part, assemble, parts_of
 from microbatch._trees import map_leaves, map_subtrees
-from microbatch.numpy._folds import Fold, Step, refuse_masked
+from microbatch.numpy._folds import Fold, refuse_masked
 
 
 class Folding:

@@ -10,32 +10,13 @@ from microbatch._accumulation import (
     AccumulationType,
     Accumulator,
     Carry,
+    Step,
     accumulates_wider,
     leaf_rule,
 )
 from microbatch._errors import AccumulatorError, EmptyStream
 from microbatch._outputs import Part, changed_type, check_can_average, check_can_weigh
 from microbatch._trees import leaves_with_paths, map_leaves
-
-
-class Step(NamedTuple):
-    """Which microbatch is being added.
-
-    Attributes:
-      index: its place among all microbatches.
-      rows: how many it has.
-      weight: its weight, relative where all are; None for 1.
-      own_weight: its weight as custom accumulators are told it: what `weight_fn` says, or rows.
-      total: the weight of those before it, in the unit of `weight`.
-      first: whether it is the first that is added.
-    """
-
-    index: int
-    rows: int
-    weight: Any = None
-    own_weight: Any = None
-    total: Any = 0
-    first: bool = False
 
 
 class Fold(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from microbatch._accumulation import AccumulationType, Carry
+from microbatch._accumulation import AccumulationType, Carry, Step
 from microbatch._checks import (
     Leaf,
     Slot,
@@ -29,7 +29,7 @@ from microbatch._outputs import Part, canonical
 from microbatch._splitting import Order, Remainder, Split, make_split
 from microbatch._trees import leaves_with_paths, map_prefix, map_subtrees
 from microbatch.numpy._folding import Folding
-from microbatch.numpy._folds import Fold, Step, make_folds, refuse_extremes
+from microbatch.numpy._folds import Fold, make_folds, refuse_extremes
 from microbatch.numpy._rows import batch_concat, refuse_overlap, shape_of, take
 
 
@@ -237,7 +237,7 @@ def _run(
                 folding.skip(Step(index, rows))
                 continue
         output = fun(*given, **named)
-        step = Step(index, rows, weight, own_weight, total, first=not folding.started)
+        step = Step(index, rows, weight, total, own_weight, first=not folding.started)
         if not folding.started:
             folding.start(output, rows)
         if split.num_microbatches == 1:

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from microbatch._accumulation import AccumulationType
+from microbatch._accumulation import AccumulationType, Step
 from microbatch._checks import Leaf, batch_size_of, check_size
 from microbatch._errors import AccumulatorError
 from microbatch._outputs import Part
 from microbatch._splitting import Split, make_split
 from microbatch._trees import leaves_with_paths, map_leaves
-from microbatch.numpy._folds import Fold, Step, refuse_change, spec_of, type_words
+from microbatch.numpy._folds import Fold, refuse_change, spec_of, type_words
 
 
 def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:

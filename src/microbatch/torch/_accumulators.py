@@ -10,6 +10,7 @@ from microbatch._accumulation import (
     AccumulationType,
     Accumulator,
     Carry,
+    Step,
     leaf_rule,
 )
 from microbatch._errors import EmptyStream
@@ -23,24 +24,6 @@ from microbatch._outputs import (
 from microbatch._splitting import Split
 from microbatch.torch._rows import as_rows, concat_place, row_counts, take
 from microbatch.torch._tensors import carry_dtype, dtype_name, limits, type_words
-
-
-class Step(NamedTuple):
-    """Which microbatch is being added.
-
-    Attributes:
-      index: its place among all microbatches.
-      rows: how many it has.
-      weight: its weight; None for 1.
-      total: the weight of those before it.
-      first: whether it is the first that is added.
-    """
-
-    index: int
-    rows: int
-    weight: float | None = None
-    total: float = 0
-    first: bool = False
 
 
 class Fold(NamedTuple):

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from microbatch._accumulation import Step
 from microbatch._checks import check_weight
 from microbatch._errors import MicrobatchError
 from microbatch._splitting import Split
-from microbatch.torch._accumulators import Step
 from microbatch.torch._weights import as_weight, merged, stacked
 
 

@@ -8,19 +8,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from microbatch._accumulation import MEANS, AccumulationType, Accumulator, Carry
-from microbatch._checkpoint import (
-    Checkpoint,
-    Progress,
-    leaves_words,
-)
+from microbatch._accumulation import AccumulationType, Accumulator, Carry, Step
+from microbatch._checkpoint import Progress
 from microbatch._checks import check_weight, name_of
-from microbatch._errors import BatchError, MicrobatchError
-from microbatch._outputs import canonical, check_can_weigh
+from microbatch._eager_stream import EagerStream
+from microbatch._errors import MicrobatchError
+from microbatch._outputs import canonical
 from microbatch._splitting import Split
 from microbatch._stream import Settings, fold_stream, identity_of
 from microbatch._trees import leaves_with_paths, map_leaves
-from microbatch.torch._accumulators import Fold, FoldOptions, Step, make_fold
+from microbatch.torch._accumulators import Fold, FoldOptions, make_fold
 from microbatch.torch._host_rows import HostRows, targets_of
 from microbatch.torch._internals import transforms_active
 from microbatch.torch._layout import Layout
@@ -95,7 +92,9 @@ def accumulate(
     """
     where = f"accumulate({name_of(fun)})"
     check_dtype(where, accumulator_dtype)
-    settings = Settings(where, fun, canonical(where, accumulator), weight_fn, accumulator_dtype)
+    kinds = canonical(where, accumulator)
+    entries = tuple(leaves_with_paths(kinds, "output"))
+    settings = Settings(where, kinds, entries, weight_fn, accumulator_dtype)
 
     def accumulated(
         *args: Any,
@@ -108,81 +107,110 @@ def accumulate(
                 f"{where}: a stream cannot be followed by transformations of torch.func.\n"
                 "Transform the function that is given to accumulate, or use microbatch."
             )
-        return fold_stream(_Stream(settings, args, out), microbatches, checkpoint)
+        return fold_stream(_Stream(settings, fun, args, out), microbatches, checkpoint)
 
     return accumulated
 
 
-class _Stream:
-    """One call: where it is in the stream, and what it holds."""
+class _Stream(EagerStream):
+    """One call on tensors."""
 
-    def __init__(self, settings: Settings, args: tuple[Any, ...], out: Any) -> None:
-        settings.check_carries(len(args))
-        self.settings = settings
-        self.position = 0
-        self.rows_read = 0
+    def __init__(
+        self, settings: Settings, fun: Callable[..., Any], args: tuple[Any, ...], out: Any
+    ) -> None:
+        super().__init__(settings, fun, args)
         self._out = out
-        self._args = list(args)
-        self._first_rows: int | None = None
-        self._first_weight: Any = None
-        self._total: float = 0
         self._layout: Layout | None = None
         self._folds: list[Fold] = []
         self._carries: list[Any] = []
-        self._skipped: list[int] = []
-        self._output_words = ""
-        self._unrun: tuple[Any, ...] | None = None
-
-    def identity(self, microbatch: tuple[Any, ...]) -> dict[str, str]:
-        """What a checkpoint of this stream belongs to, told by its first microbatch."""
-        state = lambda x: dict(x.state_dict()) if isinstance(x, nn.Module) else x
-        held = map_leaves(state, tuple(self._args))
-        hosted = map_leaves(lambda x: _as_array(x)[1] if isinstance(x, torch.Tensor) else x, held)
-        return identity_of(self.settings, hosted, microbatch)
+        self._skipped: list[Step] = []
 
     @property
     def started(self) -> bool:
-        """Whether an output is in the folds."""
         return self._layout is not None
 
-    def add(self, microbatch: tuple[Any, ...]) -> None:
-        """Evaluates the next microbatch and folds its output in, or skips it where its weight is 0."""
-        rows = self._read(microbatch)
-        own_weight = self._weight(microbatch, rows)
-        if own_weight == 0:
-            self._skip(rows or 0)
-            # One is kept: if none has a weight, it is run for the shapes of the result.
-            self._unrun = self._unrun or microbatch
-        else:
-            self._fold_in(_detached(self.settings.fun(*self._args, *microbatch)), rows, own_weight)
-        self.position += 1
+    def identity(self, microbatch: tuple[Any, ...]) -> dict[str, str]:
+        state = lambda x: dict(x.state_dict()) if isinstance(x, nn.Module) else x
+        held = map_leaves(state, tuple(self.args))
+        hosted = map_leaves(lambda x: _as_array(x)[1] if isinstance(x, torch.Tensor) else x, held)
+        leaves = leaves_with_paths(hosted, "args")
+        rows = leaves_with_paths(microbatch, "microbatch")
+        return identity_of(self.settings, self.fun, leaves, rows)
 
-    def pass_over(self, microbatch: tuple[Any, ...]) -> None:
-        """Reads past a microbatch that the checkpoint holds already."""
-        self._read(microbatch)
-        self.position += 1
+    def rows_of(self, leaf: Any) -> int | None:
+        return leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None
 
-    def go_on(self, saved: Progress) -> None:
-        """Takes the random numbers up where the checkpoint left them."""
-        for i, source in enumerate(sources()):
-            if f"random.{i}" in saved.arrays:
-                source.set_state(torch.from_numpy(saved.arrays[f"random.{i}"].copy()))
+    def as_weight(self, value: Any) -> float:
+        where = self.settings.where
+        weight = as_weight(where, value)
+        number = weight.item() if isinstance(weight, torch.Tensor) else weight
+        return check_weight(where, number, self.position)
 
-    def result(self) -> Any:
-        """What the folds make of the stream."""
-        if self._layout is None:
-            assert self._unrun is not None
-            self._start(self._run_aside(self._unrun), self._first_rows)
+    def evaluated(self, microbatch: tuple[Any, ...]) -> Any:
+        return map_leaves(
+            lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf,
+            self.fun(*self.args, *microbatch),
+        )
+
+    def evaluated_aside(self, microbatch: tuple[Any, ...]) -> Any:
+        # What it draws is not missing later.
+        before = [(source, source.get_state()) for source in sources()]
+        try:
+            return self.evaluated(microbatch)
+        finally:
+            for source, state in before:
+                source.set_state(state)
+
+    def make_folds(self, output: Any, rows: int) -> None:
+        settings = self.settings
+        self._layout = layout = Layout.of(settings.where, settings.accumulator, output)
+        split = Split(1, 1)
+        options = FoldOptions(settings.where, split, settings.accumulator_dtype, weighted=True)
+        targets = targets_of(settings.where, self._out, layout.template, layout.parts)
+        for part in layout.parts:
+            fold = make_fold(part, options, rows)
+            self._folds.append(fold)
+            if isinstance(part.accumulator, Carry):
+                carry = self.args[part.accumulator.argnum]
+            elif part.accumulator is AccumulationType.CONCAT:
+                carry = HostRows(settings.where, part, rows, targets.get(part.path))
+            else:
+                carry = fold.init()
+            self._carries.append(carry)
+        for step in self._skipped:
+            self.skip(step)
+
+    def fold(self, output: Any, step: Step) -> dict[Carry, Any]:
+        assert self._layout is not None
+        parts, values = self._layout.parts, self._layout.flatten(output)
+        told = step._replace(weight=step.own_weight)
+        with torch.no_grad():
+            for i, (part, fold, value) in enumerate(zip(parts, self._folds, values, strict=True)):
+                carry = self._carries[i]
+                if isinstance(carry, HostRows):
+                    carry.add(value, step.index)
+                else:
+                    mine = told if isinstance(part.accumulator, Accumulator) else step
+                    self._carries[i] = fold.update(carry, value, mine)
+        return self._carried()
+
+    def skip(self, step: Step) -> None:
+        if not self.started:
+            self._skipped.append(step)
+        for carry in self._carries:
+            if isinstance(carry, HostRows):
+                carry.skip(step.rows)
+
+    def folded(self) -> Any:
         assert self._layout is not None
         with torch.no_grad():
             results = [
-                carry.result() if isinstance(carry, HostRows) else fold.finalize(carry, self._total)
+                carry.result() if isinstance(carry, HostRows) else fold.finalize(carry, self.total)
                 for fold, carry in zip(self._folds, self._carries, strict=True)
             ]
         return self._layout.assemble(results)
 
     def progress(self) -> Progress:
-        """The state, as a checkpoint holds it."""
         arrays: dict[str, np.ndarray] = {}
         types: dict[str, str] = {}
         for i, carry in enumerate(self._carries):
@@ -191,29 +219,12 @@ class _Stream:
                 types[f"{i}.{j}"], arrays[f"{i}.{j}"] = _as_array(leaf)
         for i, source in enumerate(sources()):
             arrays[f"random.{i}"] = source.get_state().numpy()
-        numbers = {
-            "rows_read": self.rows_read,
-            "total": self._total,
-            "first_weight": self._first_weight,
-            "output": self._output_words,
-            "types": types,
-        }
-        return Progress(self.position, numbers, arrays)
+        return Progress(self.position, {**self.numbers(), "types": types}, arrays)
 
-    def resume(self, checkpoint: Checkpoint, microbatch: tuple[Any, ...]) -> Progress | None:
-        """Takes the state of the file, if there is one.
-
-        The structure of the state is that of an output, so `fun` runs once and its output is thrown away.
-        """
-        saved = checkpoint.load()
-        if saved is None:
-            return None
-        self._start(self._run_aside(microbatch), _rows_of(microbatch))
-        numbers, types = saved.numbers, saved.numbers["types"]
-        checkpoint.check("output", numbers["output"], self._output_words)
-        self._total, self._first_weight = numbers["total"], numbers["first_weight"]
-        assert self._layout is not None
-        for i, (part, carry) in enumerate(zip(self._layout.parts, self._carries, strict=True)):
+    def restore(self, saved: Progress) -> None:
+        self.restore_numbers(saved)
+        types = saved.numbers["types"]
+        for i, carry in enumerate(self._carries):
             names = [name for name in types if name.startswith(f"{i}.")]
             leaves = [_as_leaf(types[name], saved.arrays[name]) for name in names]
             if isinstance(carry, HostRows):
@@ -222,110 +233,20 @@ class _Stream:
             like = [leaf for _, leaf in leaves_with_paths(carry)]
             placed = iter([_beside(leaf, old) for leaf, old in zip(leaves, like, strict=True)])
             self._carries[i] = map_leaves(lambda _: next(placed), carry)
-            if isinstance(part.accumulator, Carry):
-                self._args[part.accumulator.argnum] = self._carries[i]
-        return saved
+        for carry, value in self._carried().items():
+            self.args[carry.argnum] = value
 
-    def _start(self, output: Any, rows: int | None) -> None:
-        settings = self.settings
-        self._output_words = leaves_words(leaves_with_paths(output, "output"))
-        self._layout = Layout.of(settings.where, settings.accumulator, output)
-        split = Split(1, 1)
-        options = FoldOptions(settings.where, split, settings.accumulator_dtype, weighted=True)
-        targets = targets_of(settings.where, self._out, self._layout.template, self._layout.parts)
-        for part in self._layout.parts:
-            fold = make_fold(part, options, rows or 0)
-            carry = None
-            if isinstance(part.accumulator, Carry):
-                carry = self._args[part.accumulator.argnum]
-            elif part.accumulator is AccumulationType.CONCAT:
-                carry = HostRows(settings.where, part, rows or 0, targets.get(part.path))
-                for skipped in self._skipped:
-                    carry.skip(skipped)
-            self._folds.append(fold)
-            self._carries.append(fold.init() if carry is None else carry)
-        self._unrun = None
+    def go_on(self, saved: Progress) -> None:
+        for i, source in enumerate(sources()):
+            if f"random.{i}" in saved.arrays:
+                source.set_state(torch.from_numpy(saved.arrays[f"random.{i}"].copy()))
 
-    def _skip(self, rows: int) -> None:
-        if self._layout is None:
-            self._skipped.append(rows)
-            return
-        for carry in self._carries:
-            if isinstance(carry, HostRows):
-                carry.skip(rows)
-
-    def _fold_in(self, output: Any, rows: int | None, own_weight: Any) -> None:
-        if self._layout is None:
-            self._start(output, rows)
+    def _carried(self) -> dict[Carry, Any]:
         assert self._layout is not None
-        if self._first_weight is None:
-            self._first_weight = own_weight
-        # Relative to the first weight, so that a stream of one element is that element's output.
-        same = own_weight == self._first_weight
-        weight = None if same else own_weight / self._first_weight
-        values = self._layout.flatten(output)
-        with torch.no_grad():
-            for i, (part, fold) in enumerate(zip(self._layout.parts, self._folds, strict=True)):
-                if isinstance(self._carries[i], HostRows):
-                    self._carries[i].add(values[i], self.position)
-                    continue
-                # An accumulator of one's own is given the weight itself.
-                given = own_weight if isinstance(part.accumulator, Accumulator) else weight
-                step = Step(self.position, rows or 0, given, self._total, first=self._total == 0)
-                self._carries[i] = fold.update(self._carries[i], values[i], step)
-                if isinstance(part.accumulator, Carry):
-                    self._args[part.accumulator.argnum] = self._carries[i]
-        self._total += 1 if weight is None else weight
-
-    def _read(self, microbatch: tuple[Any, ...]) -> int | None:
-        """The rows of the next microbatch."""
-        rows = _rows_of(microbatch)
-        if self.position == 0:
-            self._first_rows = rows
-        elif rows != self._first_rows:
-            for entry in self.settings.entries():
-                if isinstance(entry, Accumulator):
-                    check_can_weigh(self.settings.where, entry, "output")
-        self.rows_read += rows or 0
-        return rows
-
-    def _weight(self, microbatch: tuple[Any, ...], rows: int | None) -> Any:
-        settings = self.settings
-        if settings.weight_fn is not None:
-            weight = as_weight(settings.where, settings.weight_fn(*self._args, *microbatch))
-            weight = weight.item() if isinstance(weight, torch.Tensor) else weight
-            return check_weight(settings.where, weight, self.position)
-        if rows is not None:
-            return rows
-        if any(entry in MEANS for entry in settings.entries()):
-            raise BatchError(
-                f"{settings.where}: microbatch {self.position} has no rows that could be counted "
-                f"({leaves_words(leaves_with_paths(microbatch, 'microbatch'))}).\n"
-                "Give tensors with equally many rows on their first dimension, or weight_fn=."
-            )
-        return 1
-
-    def _run_aside(self, microbatch: tuple[Any, ...]) -> Any:
-        """An output of which only the types matter; nothing that it draws is missing later."""
-        before = [(source, source.get_state()) for source in sources()]
-        try:
-            return _detached(self.settings.fun(*self._args, *microbatch))
-        finally:
-            for source, state in before:
-                source.set_state(state)
-
-
-def _rows_of(microbatch: tuple[Any, ...]) -> int | None:
-    """The common length of the first dimensions, None where there is none or they differ."""
-    leaves = [leaf for _, leaf in leaves_with_paths(microbatch)]
-    rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
-    return rows.pop() if len(rows) == 1 else None
-
-
-def _detached(output: Any) -> Any:
-    return map_leaves(
-        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output
-    )
+        pairs = zip(self._layout.parts, self._carries, strict=True)
+        return {
+            part.accumulator: carry for part, carry in pairs if isinstance(part.accumulator, Carry)
+        }
 
 
 def _as_array(leaf: Any) -> tuple[str, np.ndarray]:
