@@ -1,5 +1,6 @@
 """One reduction per call over many devices, and rows that stay where they are: read from the compiled program."""
 
+import math
 import re
 
 import jax
@@ -123,6 +124,24 @@ def test_S2_inside_a_shard_map_of_the_users_one_all_reduce_per_call(way):
     args = put(params(), AUTO), *put(batch(), AUTO, P("data"))
     assert collectives(fun, *args) == ONCE
     assert_close(jax.jit(fun)(*args), jax.value_and_grad(loss)(params(), *batch()))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("shape", [(1,), (4,), (1, 8), (2, 1)], ids=str)
+@pytest.mark.parametrize("way", ["in_forward", "recompute"])
+def test_S2_the_count_of_messages_does_not_depend_on_that_of_devices(way, shape, kind):
+    """Also on axes of one device, over which nothing is to be sent."""
+    names = ("data", "model" if shape == (1, 8) else "pod")[: len(shape)]
+    spec = P("data") if "pod" not in names else P(names)
+    devices = jax.devices()[: math.prod(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
+    options = {"mesh": mesh, "batch_spec": spec} if kind is AxisType.Auto else {}
+    fun = ways(**options)[way]
+    with jax.set_mesh(mesh):
+        args = put(params(), mesh), *put(batch(), mesh, spec)
+        alone = shape in ((1,), (1, 8))
+        assert collectives(fun, *args) == ({"loop": {}, "outside": {}} if alone else ONCE)
+        assert_close(jax.jit(fun)(*args), jax.value_and_grad(loss)(params(), *batch()))
 
 
 def test_a_users_loss_that_differs_between_devices_is_differentiated_through():

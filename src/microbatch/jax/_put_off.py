@@ -1,5 +1,6 @@
 """A loop whose sums over devices are made once, after it."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,7 +61,8 @@ def _row_axes(loop: Loop, arrays: Arrays) -> RowAxes | None:
 def _axes_of(leaf: Any, cut: Rows) -> RowAxes | None:
     spec = explicit_spec(leaf)
     if spec is not None and names_of(spec[cut.axis]):
-        return RowAxes(names_of(spec[cut.axis]), jax.typeof(leaf).sharding.mesh)
+        axes, mesh = names_of(spec[cut.axis]), jax.typeof(leaf).sharding.mesh
+        return RowAxes(axes, mesh) if math.prod(mesh.shape[name] for name in axes) > 1 else None
     varying = varying_axes(jax.typeof(leaf))
     return RowAxes(varying) if varying else None
 
