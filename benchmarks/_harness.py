@@ -92,8 +92,8 @@ class Table:
       title: what is counted, and of what.
       columns: what the cells are, with units.
       rows: one tuple of cells per row; None for what does not apply.
-      x: the column to draw the others against, on logarithmic axes; None draws nothing.
-      curves: the columns to draw.
+      x: the column to draw others against, on logarithmic axes; None draws nothing.
+      panels: the columns to draw, those in one panel together.
       bars: promises, and for each what was reached.
       note: what a reader must know to read it.
     """
@@ -103,13 +103,19 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
     x: str | None = None
-    curves: tuple[str, ...] = ()
+    panels: tuple[tuple[str, ...], ...] = ()
     bars: tuple[tuple[Bar, float], ...] = ()
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+
+def table_of(records: Sequence[dict[str, Any]], name: str, title: str, **fields: Any) -> Table:
+    """A `Table` with a row per record and a column per key; `fields` are its other attributes."""
+    rows = tuple(tuple(record.values()) for record in records)
+    return Table(name, title, tuple(records[0]), rows, **fields)
 
 
 def measure(workload: Workload, progress: Callable[[str], None] = lambda _: None) -> Result:

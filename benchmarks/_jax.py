@@ -25,7 +25,7 @@ def contenders(
       exact: the right result in float64, a tree whose leaves are compared one by one; None skips the errors.
       compile_rounds: how often each is compiled, for a median.
     """
-    compiled = _compiled_in_turn(functions, args, compile_rounds)
+    compiled = compiled_in_turn(functions, args, compile_rounds)
     return tuple(_contender(name, *found, args, exact) for name, found in compiled.items())
 
 
@@ -52,7 +52,7 @@ def _contender(
     )
 
 
-def _compiled_in_turn(
+def compiled_in_turn(
     functions: Mapping[str, Callable[..., Any]], args: Any, rounds: int
 ) -> dict[str, tuple[Any, float]]:
     """Each function's compiled program, and the median time to trace and compile it; they take turns."""

@@ -146,7 +146,7 @@ def _figure(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _growth_figure(tables: Sequence[dict[str, Any]], path: Path) -> None:
-    """One panel a table: its curves, on logarithmic axes."""
+    """One line of panels a table: its curves, on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -154,17 +154,24 @@ def _growth_figure(tables: Sequence[dict[str, Any]], path: Path) -> None:
 
     if not tables:
         return
-    figure = Figure(figsize=(5 * len(tables), 3.6), layout="constrained")
-    for axes, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables, strict=True):
-        of = lambda column, table=table: [
-            row[table["columns"].index(column)] for row in table["rows"]
+    widest = max(len(table["panels"]) for table in tables)
+    figure = Figure(figsize=(5.5 * widest, 3.6 * len(tables)), layout="constrained")
+    for table, part in zip(
+        tables, figure.subfigures(len(tables), squeeze=False)[:, 0], strict=True
+    ):
+        part.suptitle(table["title"], fontsize=10)
+        column = lambda name, table=table: [
+            row[table["columns"].index(name)] for row in table["rows"]
         ]
-        for column in table["curves"]:
-            axes.loglog(of(table["x"]), of(column), marker="o", markersize=3, label=column)
-        axes.set_xlabel(table["x"])
-        axes.set_title(table["title"], fontsize=8, wrap=True)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        axes_in_line = part.subplots(1, widest, squeeze=False)[0]
+        for axes in axes_in_line[len(table["panels"]) :]:
+            axes.remove()
+        for axes, panel in zip(axes_in_line, table["panels"], strict=False):
+            for name in panel:
+                axes.loglog(column(table["x"]), column(name), marker="o", markersize=3, label=name)
+            axes.set_xlabel(table["x"])
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
     figure.savefig(path, metadata={"Date": None})
 
 

@@ -97,7 +97,7 @@ def _ways(loss: Any, size: int) -> dict[str, Any]:
     through = lambda **options: jax.value_and_grad(microbatch(loss, (1, 2), size, MEAN, **options))
     return {
         "whole batch": jax.value_and_grad(loss),
-        "scan by hand": _scan_by_hand(loss, size),
+        "scan by hand": scan_by_hand(loss, size),
         "optax.microbatching": optax.microbatching.microbatch(
             jax.value_and_grad(loss), (1, 2), size, optax.microbatching.AccumulationType.MEAN
         ),
@@ -107,7 +107,7 @@ def _ways(loss: Any, size: int) -> dict[str, Any]:
     }
 
 
-def _scan_by_hand(loss: Any, size: int) -> Any:
+def scan_by_hand(loss: Any, size: int) -> Any:
     """What a specialist writes."""
 
     def gradient(params: Any, *batch: jax.Array) -> Any:

@@ -1,0 +1,168 @@
+"""How cost grows in JAX: with the rows, the number of microbatches, the leaves of the parameters, a stream's length."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks._harness import Bar, Table, seconds_in_turn, table_of
+from benchmarks._jax import compiled_in_turn
+from benchmarks.jax_gradient import mlp_loss, scan_by_hand
+from microbatch.jax import AccumulationType, accumulate, microbatch
+
+MEAN = AccumulationType.MEAN
+WHOLE, HAND = "whole batch", "scan by hand"
+INSIDE, AROUND = "microbatch(value_and_grad)", "value_and_grad(microbatch)"
+# What varies, the functions to compare there, and their arguments.
+Case = tuple[int, Mapping[str, Callable[..., Any]], tuple[Any, ...]]
+
+
+def workloads() -> list[Table]:
+    """One table for each thing that may grow."""
+    return [_rows(), _microbatches(), _leaves(), _stream()]
+
+
+def _rows(size: int = 256) -> Table:
+    cases = [(rows, _ways(size), _arguments(rows)) for rows in (2**k for k in range(8, 17))]
+    title = f"JAX: rows grow; the gradient of an MLP of 4 × 128, {size} rows a microbatch"
+    return _grown("jax-growth-rows", title, "rows", cases)
+
+
+def _microbatches(rows: int = 2**14) -> Table:
+    args = _arguments(rows)
+    cases = [(count, _ways(rows // count), args) for count in (2**k for k in range(9))]
+    title = f"JAX: more and smaller microbatches; the gradient of an MLP of 4 × 128, {rows:,} rows"
+    return _grown("jax-growth-microbatches", title, "microbatches", cases)
+
+
+def _arguments(rows: int, width: int = 128, layers: int = 4) -> tuple[Any, ...]:
+    params, x, y = jax.random.split(jax.random.key(0), 3)
+    normal = lambda key, shape: jax.random.normal(key, shape)
+    weights = [normal(k, (width, width)) / width**0.5 for k in jax.random.split(params, layers)]
+    return weights, normal(x, (rows, width)), normal(y, (rows, width))
+
+
+def _ways(size: int) -> dict[str, Callable[..., Any]]:
+    return {
+        WHOLE: jax.value_and_grad(mlp_loss),
+        HAND: scan_by_hand(mlp_loss, size),
+        AROUND: jax.value_and_grad(microbatch(mlp_loss, (1, 2), size, MEAN)),
+    }
+
+
+def _grown(name: str, title: str, varying: str, cases: Iterable[Case]) -> Table:
+    """Time, temporary memory and compilation of each way, case by case."""
+    records = []
+    for value, ways, args in cases:
+        made = compiled_in_turn(ways, args, rounds=3)
+        run = lambda program, args=args: jax.block_until_ready(program(*args))
+        taken = seconds_in_turn([lambda p=p: run(p) for p, _ in made.values()], rounds=3)
+        memory = [p.memory_analysis().temp_size_in_bytes / 2**20 for p, _ in made.values()]
+        records.append(
+            {varying: value}
+            | {f"{way}, s": s for way, s in zip(made, taken, strict=True)}
+            | {f"{way}, MiB": mib for way, mib in zip(made, memory, strict=True)}
+            | {f"{way}, compile s": s for way, (_, s) in made.items()}
+        )
+    last = records[-1]
+    bars = [(f"{AROUND}, {figure}", f"{HAND}, {figure}") for figure in ("s", "MiB", "compile s")]
+    limits = {"s": 1.05, "MiB": 1.05, "compile s": 1.2}
+    names = {"s": "time", "MiB": "memory", "compile s": "compile"}
+    return table_of(
+        records,
+        name,
+        title,
+        x=varying,
+        panels=tuple(
+            tuple(f"{way}, {figure}" for way in (WHOLE, HAND, AROUND)) for figure in limits
+        ),
+        bars=tuple(
+            (
+                Bar(f"{AROUND}, {last[varying]:,} {varying},", names[figure], limit, HAND),
+                last[f"{AROUND}, {figure}"] / last[f"{HAND}, {figure}"],
+            )
+            for figure, limit in limits.items()
+        ),
+        note="MiB: temporary memory, beside arguments and results.",
+    )
+
+
+def _leaves(rows: int = 8, size: int = 2) -> Table:
+    loss = lambda params, x: sum(jnp.sin(leaf) for leaf in params) * jnp.mean(x)
+    ways = {
+        WHOLE: jax.value_and_grad(loss),
+        INSIDE: microbatch(jax.value_and_grad(loss), 1, size, MEAN),
+        AROUND: jax.value_and_grad(microbatch(loss, 1, size, MEAN)),
+    }
+    records = []
+    for leaves in (10, 50, 200, 1000, 5000):
+        args = [jnp.ones(())] * leaves, jnp.ones(rows)
+        # A fresh function each time: JAX remembers those that it has traced.
+        trace = lambda way, args=args: jax.make_jaxpr(lambda *a: way(*a))(*args)
+        taken = seconds_in_turn([lambda way=way: trace(way) for way in ways.values()], rounds=3)
+        records.append(
+            {"leaves": leaves}
+            | {f"{way}, s": s for way, s in zip(ways, taken, strict=True)}
+            | {f"{name}, lines": str(trace(way)).count("\n") for name, way in ways.items()}
+        )
+    return table_of(
+        records,
+        "jax-growth-leaves",
+        "JAX: parameters in more leaves; time to trace a gradient, and lines of the traced program",
+        x="leaves",
+        panels=tuple(tuple(f"{way}, {figure}" for way in ways) for figure in ("s", "lines")),
+    )
+
+
+class _Watched:
+    """A stream of the same rows again and again that looks at the device before each."""
+
+    def __init__(self, length: int, rows: np.ndarray) -> None:
+        self.length, self.rows, self.most_bytes = length, rows, 0
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for _ in range(self.length):
+            self.most_bytes = max(self.most_bytes, sum(a.nbytes for a in jax.live_arrays()))
+            yield self.rows, self.rows
+
+
+def _stream(width: int = 128, size: int = 256) -> Table:
+    params, *_ = _arguments(size, width)
+    compilations = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: (
+            event.endswith("backend_compile_duration") and compilations.append(event)
+        )
+    )
+    fold = accumulate(jax.grad(mlp_loss), MEAN)
+    records = []
+    for length in (10, 30, 100, 300, 1000):
+        stream = _Watched(length, np.ones((size, width), np.float32))
+        compilations.clear()
+        start = time.perf_counter()
+        jax.block_until_ready(fold(params, microbatches=stream))
+        records.append(
+            {
+                "microbatches": length,
+                "s": time.perf_counter() - start,
+                "MiB": stream.most_bytes / 2**20,
+                "compilations": len(compilations),
+            }
+        )
+    return table_of(
+        records,
+        "jax-growth-stream",
+        f"JAX: a longer stream; accumulate(grad), an MLP of 4 × {width}, {size} rows a microbatch",
+        x="microbatches",
+        panels=(("s",), ("MiB",)),
+        bars=(
+            (
+                Bar("1,000 microbatches", "device memory", 1.0, "10 microbatches"),
+                records[-1]["MiB"] / records[0]["MiB"],
+            ),
+        ),
+        note="MiB: arrays on the device when the next microbatch is asked for. The first length compiles.",
+    )
