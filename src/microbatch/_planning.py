@@ -1,6 +1,8 @@
 """What a search for the size that fits found out, in words: the frozen, printable `Plan`."""
 
+import base64
 import html
+import io
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -93,7 +95,8 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        return "\n".join([self.title, "", *text_table(_cells(self)), "", self.explanation])
+        table = text_table(plan_cells(self), marked=chosen_row(self))
+        return "\n".join([self.title, "", *table, "", self.explanation])
 
     @property
     def title(self) -> str:
@@ -103,29 +106,30 @@ class Plan:
             f"({self.budget_origin})"
         )
 
-    def _repr_html_(self) -> str:
-        title, explanation = html.escape(self.title), html.escape(self.explanation)
-        return f"<p>{title}</p>{html_table(_cells(self))}<p>{explanation}</p>"
-
     def plot(self) -> Any:
         """A matplotlib figure: bytes by microbatch size with the budget as a line, and seconds where measured."""
-        from matplotlib.figure import Figure
+        from microbatch.report._plan import plan_figure
 
-        timed = [c for c in self.candidates if c.seconds is not None]
-        figure = Figure(figsize=(9 if timed else 5.5, 3.6), layout="constrained")
-        axes = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
-        _plot_bytes(axes[0], self)
-        if timed:
-            axes[1].plot(
-                [c.microbatch_size for c in timed],
-                [c.seconds for c in timed],
-                "o-",
-                color="#b45309",
-            )
-            axes[1].set(
-                xscale="log", xlabel="rows a microbatch", ylabel="seconds a batch", ylim=(0, None)
-            )
-        return figure
+        return plan_figure(self)
+
+    def _repr_html_(self) -> str:
+        title, explanation = html.escape(self.title), html.escape(self.explanation)
+        table = html_table(plan_cells(self), chosen_row(self))
+        return f"<p>{title}</p>{table}{_picture(self)}<p>{explanation}</p>"
+
+
+def plan_cells(plan: Plan) -> list[list[str]]:
+    """The table of sizes in words, its head first."""
+    timed = any(c.seconds is not None for c in plan.candidates)
+    memory = "memory and margin" if plan.margin_bytes else "memory"
+    head = ["rows", "microbatches", memory, "fits", *(["seconds"] if timed else [])]
+    return [head, *(_cells(c, timed) for c in plan.candidates)]
+
+
+def chosen_row(plan: Plan) -> int | None:
+    """Which of the candidates was chosen."""
+    sizes = [c.microbatch_size for c in plan.candidates]
+    return sizes.index(plan.microbatch_size) if plan.microbatch_size in sizes else None
 
 
 def make_plan(
@@ -283,36 +287,25 @@ def _explain(plan: Plan, predict: Callable[[int], float], sizes: Sequence[int]) 
     return " ".join(parts)
 
 
-def _cells(plan: Plan) -> list[list[str]]:
-    timed = any(c.seconds is not None for c in plan.candidates)
-    head = ["rows", "microbatches", "memory", "fits", *(["seconds"] if timed else []), ""]
-    body = []
-    for c in plan.candidates:
-        count = f"{c.num_microbatches}" + (f" (last {c.tail})" if c.tail else "")
-        memory = format_bytes(c.bytes) if c.probed else f"~{format_bytes(c.bytes)}"
-        seconds = ["" if c.seconds is None else f"{c.seconds:.4g}"] if timed else []
-        mark = "<-" if c.microbatch_size == plan.microbatch_size else ""
-        body.append(
-            [f"{c.microbatch_size}", count, memory, "yes" if c.fits else "no", *seconds, mark]
-        )
-    return [head, *body]
+def _cells(c: Candidate, timed: bool) -> list[str]:
+    return [
+        str(c.microbatch_size),
+        str(c.num_microbatches) + (f" (last {c.tail})" if c.tail else ""),
+        format_bytes(c.bytes) if c.probed else f"~{format_bytes(c.bytes)}",
+        "yes" if c.fits else "no",
+        *([f"{c.seconds:.4g}" if c.seconds is not None else ""] if timed else []),
+    ]
 
 
-def _plot_bytes(axes: Any, plan: Plan) -> None:
-    mib = 2**20
-    sizes = [c.microbatch_size for c in plan.candidates]
-    axes.plot(
-        sizes, [c.bytes / mib for c in plan.candidates], "o-", color="#2563eb", label="needed"
-    )
-    axes.axhline(plan.budget_bytes / mib, color="#dc2626", linestyle="--", label="budget")
-    if plan.microbatch_size is not None:
-        axes.plot(
-            [plan.microbatch_size],
-            [(plan.predicted_bytes + plan.margin_bytes) / mib],
-            "o",
-            color="#16a34a",
-            markersize=10,
-            label="chosen",
-        )
-    axes.set(xscale="log", yscale="log", xlabel="rows a microbatch", ylabel="MiB")
-    axes.legend()
+def _picture(plan: Plan) -> str:
+    """The figure as an HTML element that holds all of it; nothing without matplotlib."""
+    try:
+        figure = plan.plot()
+    except ImportError:
+        return ""
+    file = io.BytesIO()
+    # Twice as many points as it is wide on the page, for screens that have them.
+    figure.savefig(file, format="png", dpi=144)
+    width = round(72 * figure.get_figwidth())
+    data = base64.b64encode(file.getvalue()).decode()
+    return f'<img width="{width}" style="max-width: 100%" alt="memory by microbatch size" src="data:image/png;base64,{data}">'

@@ -136,7 +136,14 @@ class Verification:
     def __str__(self) -> str:
         said = [line for cause in self.causes for line in (cause.sentence, cause.remedy) if line]
         return "\n".join(
-            [self.title, "", *text_table(_cells(self), names=1), "", self.explanation, *said]
+            [
+                self.title,
+                "",
+                *text_table(verification_cells(self), words={0}),
+                "",
+                self.explanation,
+                *said,
+            ]
         )
 
     def _repr_html_(self) -> str:
@@ -145,9 +152,24 @@ class Verification:
             for cause in self.causes
         )
         return (
-            f"<p>{html.escape(self.title)}</p>{html_table(_cells(self))}"
+            f"<p>{html.escape(self.title)}</p>{html_table(verification_cells(self))}"
             f"<p>{html.escape(self.explanation)}</p><ul>{said}</ul>"
         )
+
+
+def verification_cells(found: Verification) -> list[list[str]]:
+    """The comparisons in words, their head first."""
+    head = [
+        "",
+        "dtype",
+        "shape",
+        "difference",
+        "units",
+        "whole error",
+        "microbatched",
+        "verdict",
+    ]
+    return [head, *map(_cells, found.comparisons)]
 
 
 def compare(
@@ -298,22 +320,12 @@ _NARROW = {
 }
 
 
-def _cells(verification: Verification) -> list[list[str]]:
-    number = lambda value: "" if value is None else f"{value:.3g}"
-    head = ["", "dtype", "shape", "difference", "units", "whole error", "microbatched", "verdict"]
+def _cells(c: Comparison) -> list[str]:
+    numbers = (c.difference, c.units, c.whole_error, c.microbatched_error)
     return [
-        head,
-        *(
-            [
-                f"{c.role} {c.path}".rstrip(),
-                c.dtype,
-                "x".join(map(str, c.shape)) or "scalar",
-                number(c.difference),
-                number(c.units),
-                number(c.whole_error),
-                number(c.microbatched_error),
-                c.verdict,
-            ]
-            for c in verification.comparisons
-        ),
+        f"{c.role} {c.path}".rstrip(),
+        c.dtype,
+        "x".join(map(str, c.shape)) or "scalar",
+        *("" if number is None else f"{number:.3g}" for number in numbers),
+        c.verdict,
     ]

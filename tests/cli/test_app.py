@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import textwrap
 import pytest
 from typer.testing import CliRunner
 
+from microbatch._memory import format_bytes
 from microbatch.cli._app import app
 
 
@@ -112,6 +114,7 @@ class TestPlan:
         result = run("plan", target(source), "--memory", memory)
         assert result.exit_code == 0, result.stderr
         assert "  <-" in result.stdout and "rows a microbatch" in result.stdout
+        assert re.search(r"^  Needs +[\d.]+ KiB .*\n  Margin +[\d.]+ K?i?B ", result.stdout, re.M)
         assert "\x1b" not in result.stdout
 
     @pytest.mark.parametrize("source", [JAX, TORCH], ids=["jax", "torch"])
@@ -124,9 +127,12 @@ class TestPlan:
         result = run("plan", target(JAX), "--memory", "1MiB", "--json", "--html", "page.html")
         plan = json.loads(result.stdout)
         assert plan["batch_size"] == 512 and plan["budget_bytes"] == 2**20
+        chosen = [c["bytes"] for c in plan["candidates"] if c["microbatch_size"] == 512]
+        assert chosen == [plan["predicted_bytes"] + plan["margin_bytes"]]
         assert "page.html" in result.stderr
         page = (tmp_path / "page.html").read_text()
         assert "work.py:problem" in page and page.count("<svg") == 2
+        assert f'<dt>Margin</dt><dd class="value">{format_bytes(plan["margin_bytes"])}</dd>' in page
 
     def test_a_figure(self, run, target, tmp_path):
         assert run("plan", target(JAX), "--memory", "1MiB", "--plot", "figure.png").exit_code == 0

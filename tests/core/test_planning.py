@@ -1,6 +1,10 @@
 """The search against brute force, budgets, and what a plan says."""
 
+import base64
+import io
 import json
+import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -162,7 +166,13 @@ def test_a_plan_prints_and_serialises():
         "\n"
         "4 rows a microbatch (2 microbatches) need 4.0 MiB of 5.0 MiB."
     )
-    assert "<table>" in plan._repr_html_()
+    assert '<tr style="font-weight: bold"><td>4</td>' in plan._repr_html_()
+
+
+def test_a_margin_is_named_where_it_is_counted():
+    plan = replace(plan_of(lambda size: 2**20 * size, 8, 5 * 2**20), margin_bytes=2**19)
+    assert str(plan).splitlines()[2] == "rows  microbatches  memory and margin  fits"
+    assert plan.to_dict()["margin_bytes"] == 2**19
 
 
 def test_html_shows_a_hostile_name_as_text():
@@ -192,9 +202,28 @@ def test_the_chosen_size_is_drawn_on_the_line_its_margin_included():
     pytest.importorskip("matplotlib")
     plan = replace(plan_of(lambda size: size * 2**20, 64, 40 * 2**20), margin_bytes=8 * 2**20)
     plan = replace(plan, predicted_bytes=plan.predicted_bytes - plan.margin_bytes)
-    lines = {line.get_label(): line for line in plan.plot().axes[0].lines}
-    assert lines["chosen"].get_xydata().tolist() == [[32, 32]]
-    assert [32, 32] in lines["needed"].get_xydata().tolist()
+    (axes,) = plan.plot().axes
+    needed, budget = (line.get_xydata() for line in axes.lines)
+    chosen = axes.collections[-1].get_offsets()
+    assert chosen.tolist() == [[32, 32 * 2**20]]
+    assert [32, 32 * 2**20] in needed.tolist()
+    assert {y for _, y in budget.tolist()} == {40 * 2**20}
+
+
+def test_a_notebook_shows_the_figure():
+    image = pytest.importorskip("matplotlib.image")
+    plan = plan_of(lambda size: size * 2**20, 64, 40 * 2**20, seconds={32: 2.0, 16: 1.0})
+    found = re.search(r'<img width="(\d+)" .*base64,([^"]+)">', plan._repr_html_())
+    pixels = image.imread(io.BytesIO(base64.b64decode(found[2])))
+    assert abs(pixels.shape[1] - 2 * int(found[1])) <= 1
+    # The budget's line, in its own colour and unlike the paper.
+    assert (abs(pixels[..., :3] - [0.71, 0.14, 0.09]).max(-1) < 0.03).sum() > 100
+
+
+def test_without_matplotlib_a_notebook_shows_the_table(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    shown = plan_of(lambda size: size, 64, 40)._repr_html_()
+    assert "<table>" in shown and "<img" not in shown
 
 
 @pytest.mark.parametrize(

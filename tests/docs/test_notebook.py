@@ -41,7 +41,7 @@ def test_it_runs_and_shows_what_is_kept(monkeypatch):
 def test_it_is_committed_with_tables_and_figures():
     kinds = shown(json.loads(NOTEBOOK.read_text())["cells"])
     assert sum("text/html" in cell for cell in kinds) == 2
-    assert sum("image/png" in cell for cell in kinds) == 3
+    assert sum("image/png" in cell for cell in kinds) == 2
 
 
 def test_no_machine_is_named():

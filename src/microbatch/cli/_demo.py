@@ -14,9 +14,10 @@ from microbatch._planning import Plan
 from microbatch.cli._digits import TEST_ROWS, TRAINING_ROWS, Digits, load_digits
 from microbatch.cli._errors import INTERRUPTED
 from microbatch.cli._json import to_json
-from microbatch.cli._pages import plan_table, write_page
+from microbatch.cli._pages import write_page
 from microbatch.report import Chart, Fact, Page, Screen, environment
-from microbatch.report._charts import accuracy_by_step, loss_by_step, memory_by_size
+from microbatch.report._charts import accuracy_by_step, loss_by_step
+from microbatch.report._plan import plan_charts, plan_table
 
 GOAL = 0.97
 TIMED_STEPS = 5
@@ -105,14 +106,8 @@ def run_demo(
 def demo_page(demo: Demo) -> Page:
     """The demo as a page."""
     plan = demo.plan
-    points = [(c.microbatch_size, c.bytes) for c in plan.candidates]
-    charts = [
-        Chart(
-            "Memory by microbatch size",
-            "What one step needs: temporaries, arguments and outputs. No step was run to find out.",
-            memory_by_size(points, plan.budget_bytes, plan.microbatch_size, plan.batch_size),
-        )
-    ]
+    needs = "What one step needs: temporaries, arguments and outputs. No step was run to find out."
+    charts = [replace(plan_charts(plan)[0], caption=needs)]
     if len(demo.losses) > 1:
         charts.append(
             Chart(

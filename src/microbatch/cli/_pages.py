@@ -4,10 +4,11 @@ from pathlib import Path
 
 from microbatch._memory import format_bytes
 from microbatch._planning import Plan
-from microbatch._verification import UNITS_ALLOWED, Comparison, Verification
+from microbatch._verification import UNITS_ALLOWED, Verification, verification_cells
 from microbatch.cli._errors import UsageError
 from microbatch.report import Chart, Fact, Page, Table, environment, render
-from microbatch.report._charts import bars_by_name, memory_by_size, save, seconds_by_size
+from microbatch.report._charts import bars_by_name, save
+from microbatch.report._plan import plan_charts, plan_table
 
 MAX_BARS = 12
 
@@ -22,6 +23,7 @@ def plan_page(plan: Plan, asked: tuple[tuple[str, str], ...]) -> Page:
             f"of {plan.batch_size} rows",
         ),
         Fact("Needs", format_bytes(plan.predicted_bytes), f"{plan.probes} sizes probed"),
+        Fact("Margin", format_bytes(plan.margin_bytes), "kept free for what kernels take"),
         Fact(
             "One more row",
             format_bytes(plan.bytes_per_row),
@@ -40,46 +42,6 @@ def plan_page(plan: Plan, asked: tuple[tuple[str, str], ...]) -> Page:
     )
 
 
-def plan_charts(plan: Plan) -> tuple[Chart, ...]:
-    """Memory by size, and time by size where it was measured."""
-    points = [(c.microbatch_size, c.bytes) for c in plan.candidates]
-    charts = [
-        Chart(
-            "Memory by microbatch size",
-            "Found without running the function. Filled points fit the budget.",
-            memory_by_size(points, plan.budget_bytes, plan.microbatch_size, plan.batch_size),
-        )
-    ]
-    timed = [(c.microbatch_size, c.seconds) for c in plan.candidates if c.seconds is not None]
-    if timed:
-        charts.append(
-            Chart(
-                "Seconds by microbatch size",
-                "Measured; the green point is the fastest size that fits.",
-                seconds_by_size(timed, plan.microbatch_size),
-            )
-        )
-    return tuple(charts)
-
-
-def plan_table(plan: Plan) -> Table:
-    """A plan's candidates as a table."""
-    timed = any(c.seconds is not None for c in plan.candidates)
-    rows = []
-    for c in plan.candidates:
-        seconds = ("" if c.seconds is None else f"{c.seconds:.4g}",) if timed else ()
-        count = str(c.num_microbatches) + (f" (last of {c.tail})" if c.tail else "")
-        memory = format_bytes(c.bytes) if c.probed else f"≈ {format_bytes(c.bytes)}"
-        rows.append((str(c.microbatch_size), count, memory, "yes" if c.fits else "no", *seconds))
-    sizes = [c.microbatch_size for c in plan.candidates]
-    return Table(
-        "Sizes",
-        ("rows", "microbatches", "memory", "fits", *(("seconds",) if timed else ())),
-        tuple(rows),
-        marked=sizes.index(plan.microbatch_size) if plan.microbatch_size in sizes else None,
-    )
-
-
 def verification_page(found: Verification, asked: tuple[tuple[str, str], ...]) -> Page:
     """A verification as a page."""
     worst = max((c.units for c in found.comparisons), default=0.0)
@@ -90,7 +52,7 @@ def verification_page(found: Verification, asked: tuple[tuple[str, str], ...]) -
         Fact("Verdict", found.verdict, f"{len(found.comparisons)} arrays compared"),
         Fact("Rows", f"{found.rows:,}", compared),
         Fact("Microbatch size", f"{found.microbatch_size:,}", "rows"),
-        Fact("Largest difference", _number(worst), "units of rounding"),
+        Fact("Largest difference", f"{worst:.3g}", "units of rounding"),
     )
     return Page(
         command=f"microbatch verify, {found.name}",
@@ -125,30 +87,8 @@ def verification_charts(found: Verification) -> tuple[Chart, ...]:
 
 def verification_table(found: Verification) -> Table:
     """The comparisons as a table."""
-    rows = tuple(
-        (
-            _leaf_name(c),
-            c.dtype,
-            "×".join(map(str, c.shape)) or "scalar",
-            _number(c.difference),
-            _number(c.units),
-            _number(c.whole_error),
-            _number(c.microbatched_error),
-            c.verdict,
-        )
-        for c in found.comparisons
-    )
-    header = (
-        "array",
-        "dtype",
-        "shape",
-        "difference",
-        "units",
-        "error, whole",
-        "error, pieces",
-        "verdict",
-    )
-    return Table("Arrays", header, rows, words=frozenset({0, 1, 7}))
+    head, *rows = verification_cells(found)
+    return Table("Arrays", tuple(head), tuple(map(tuple, rows)), words=frozenset({0, 1, 7}))
 
 
 def write_page(page: Page, path: str) -> str:
@@ -171,11 +111,3 @@ def write_plot(chart: Chart, path: str) -> str:
             f"{path!r} cannot be written: {error}.\nUse a .png, .svg or .pdf file."
         ) from None
     return str(Path(path).resolve())
-
-
-def _leaf_name(comparison: Comparison) -> str:
-    return f"{comparison.role} {comparison.path}".rstrip()
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"

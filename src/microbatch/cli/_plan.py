@@ -138,6 +138,8 @@ def _show(result: Any, page: Page, output: Output, screen: Screen) -> None:
             screen.say()
             screen.table(table)
         screen.say()
+        screen.facts(page.facts)
+        screen.say()
         screen.verdict(page.answer, page.good)
         for note in page.notes:
             screen.say(note)

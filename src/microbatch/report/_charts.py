@@ -53,8 +53,8 @@ def svg(
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
         buffer = io.StringIO()
-        figure = _figure(draw, _CSS, size)
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        drawn = figure([draw], _CSS, size)
+        drawn.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -71,7 +71,32 @@ def save(draw: Callable[[Any, Theme], None], path: str) -> None:
     import matplotlib
 
     with matplotlib.rc_context({"font.size": 10}):
-        _figure(draw, LIGHT, WIDE).savefig(path, dpi=160, facecolor=LIGHT.paper)
+        figure([draw], LIGHT).savefig(path, dpi=160)
+
+
+def figure(
+    draws: Sequence[Callable[[Any, Theme], None]],
+    theme: Theme,
+    size: tuple[float, float] = WIDE,
+) -> Any:
+    """The drawings side by side, each of `size` inches, as a matplotlib figure."""
+    from matplotlib.figure import Figure
+
+    width, height = size
+    made = Figure((width * len(draws), height), layout="constrained", facecolor=theme.paper)
+    for axes, draw in zip(made.subplots(1, len(draws), squeeze=False)[0], draws, strict=True):
+        axes.set_facecolor("none")
+        axes.grid(visible=True, axis="both", color=theme.grid, linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(theme.muted)
+        axes.tick_params(which="both", colors=theme.muted, length=0)
+        axes.tick_params(axis="x", which="major", length=3)
+        draw(axes, theme)
+        axes.xaxis.label.set_color(theme.muted)
+        axes.yaxis.label.set_color(theme.muted)
+    return made
 
 
 def memory_by_size(
@@ -207,25 +232,6 @@ def bars_by_name(
         axes.set_xlim(floor, 2 * max(seen) if all(map(math.isfinite, values)) else ceiling)
 
     return draw
-
-
-def _figure(draw: Callable[[Any, Theme], None], theme: Theme, size: tuple[float, float]) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    axes.set_facecolor("none")
-    axes.grid(visible=True, axis="both", color=theme.grid, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(theme.muted)
-    axes.tick_params(which="both", colors=theme.muted, length=0)
-    axes.tick_params(axis="x", which="major", length=3)
-    draw(axes, theme)
-    axes.xaxis.label.set_color(theme.muted)
-    axes.yaxis.label.set_color(theme.muted)
-    return figure
 
 
 def _note(

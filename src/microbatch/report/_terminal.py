@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import IO, Any, Protocol
 
+from microbatch._tables import text_table
 from microbatch.report._content import Fact, Table
 
 
@@ -44,7 +45,8 @@ class Screen:
     def table(self, table: Table) -> None:
         """Writes a table; the marked row is bold, and ends with an arrow in plain text."""
         if not self.interactive:
-            for line in plain_table(table):
+            lines = text_table([table.header, *table.rows], table.words, table.marked)
+            for line in [*([table.title] if table.title else []), *lines]:
                 self.say(line)
             return
         from rich import box
@@ -100,25 +102,3 @@ class Screen:
         with RichProgress(*columns, console=self._console) as bar:
             task = bar.add_task(title, total=total, words="")
             yield lambda done, words: bar.update(task, completed=done, words=words)
-
-
-def plain_table(table: Table) -> list[str]:
-    """The table as aligned lines.
-
-    >>> for line in plain_table(Table("", ("rows", "memory"), (("8", "1.0 MiB"), ("64", "8.0 MiB")), marked=0)):
-    ...     print(line)
-    rows   memory
-       8  1.0 MiB  <-
-      64  8.0 MiB
-    """
-    cells = [table.header, *table.rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.header))]
-    lines = [table.title] if table.title else []
-    for index, row in enumerate(cells):
-        line = "  ".join(
-            cell.ljust(width) if i in table.words else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        marked = table.marked is not None and index == table.marked + 1
-        lines.append((line + ("  <-" if marked else "")).rstrip())
-    return lines

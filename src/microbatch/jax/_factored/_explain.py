@@ -49,7 +49,7 @@ class Explanation:
 
     def __str__(self) -> str:
         head = ("leaf", "shape", "computed", "made dense by", "bytes")
-        lines = text_table([head, *map(_cells, self.rows)], names=len(head))
+        lines = text_table([head, *map(_cells, self.rows)], words=range(len(head)))
         title = f"engine={self.engine!r}, {self.microbatch_size} examples in a microbatch"
         return "\n".join([title, *lines])
 
