@@ -25,7 +25,14 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     >>> map_leaves(lambda a, b: a + b, [1, {"x": 2}], [10, {"x": 20}])
     [11, {'x': 22}]
     """
-    return map_prefix(lambda _, leaf, *others: fn(leaf, *others), tree, tree, *rest)
+    children = _children(tree)
+    if children is None:
+        return fn(tree, *rest)
+    others = [_matching(tree, other) for other in rest]
+    mapped = [
+        map_leaves(fn, child, *more) for (_, child), *more in zip(children, *others, strict=True)
+    ]
+    return _rebuild(tree, mapped)
 
 
 def map_prefix(
