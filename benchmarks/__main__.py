@@ -19,9 +19,12 @@ MODULES = {
     "through": "benchmarks.jax_through",
     "per_example": "benchmarks.jax_per_example",
     "mapping": "benchmarks.jax_mapping",
+    "growth": "benchmarks.jax_growth",
+    "devices": "benchmarks.jax_devices",
     "torch_training": "benchmarks.torch_training",
     "torch_through": "benchmarks.torch_through",
     "torch_per_example": "benchmarks.torch_per_example",
+    "torch_growth": "benchmarks.torch_growth",
 }
 RESULTS = Path(__file__).parent / "results.json"
 

@@ -68,7 +68,6 @@ def _grown(name: str, title: str, varying: str, cases: Iterable[Case]) -> Table:
             | {f"{way}, compile s": s for way, (_, s) in made.items()}
         )
     last = records[-1]
-    bars = [(f"{AROUND}, {figure}", f"{HAND}, {figure}") for figure in ("s", "MiB", "compile s")]
     limits = {"s": 1.05, "MiB": 1.05, "compile s": 1.2}
     names = {"s": "time", "MiB": "memory", "compile s": "compile"}
     return table_of(

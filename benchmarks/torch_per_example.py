@@ -42,7 +42,7 @@ def text_losses(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> to
     return F.cross_entropy(model(ids).transpose(1, 2), labels, reduction="none").mean(-1)
 
 
-def _mlp(rows: int = 256, size: int = 32, width: int = 512, layers: int = 3) -> Workload:
+def _mlp(rows: int = 128, size: int = 32, width: int = 512, layers: int = 3) -> Workload:
     stack = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.GELU())]
     batch = (torch.randn(rows, width), 30 * torch.randn(rows, width))
     title = f"PyTorch, per-example clipping: an MLP of {layers} × {width}, {rows} rows, {size} a microbatch"

@@ -97,7 +97,7 @@ def _ragged(rows: int = 32, size: int = 2, tokens: int = 128, vocabulary: int = 
         "backward, by tokens": lambda model, loss, batch: mb.backward(
             lambda *rows: loss(model, *rows), *batch, microbatch_size=size, weight_fn=count_tokens
         ),
-        "mean of means by hand": lambda model, loss, batch: _by_hand(model, loss, batch, size),
+        "mean of means by hand": lambda model, loss, batch: by_hand(model, loss, batch, size),
     }
     return Workload(
         name="torch-tokens",
@@ -110,7 +110,7 @@ def _ragged(rows: int = 32, size: int = 2, tokens: int = 128, vocabulary: int = 
 
 def _usual_ways(size: int) -> Ways:
     return {
-        "loop by hand": lambda model, loss, batch: _by_hand(model, loss, batch, size),
+        "loop by hand": lambda model, loss, batch: by_hand(model, loss, batch, size),
         "backward": lambda model, loss, batch: mb.backward(
             lambda *rows: loss(model, *rows), *batch, microbatch_size=size
         ),
@@ -127,7 +127,7 @@ def _usual_bars() -> tuple[Bar, ...]:
     )
 
 
-def _by_hand(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...], size: int) -> Any:
+def by_hand(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...], size: int) -> Any:
     total: Any = 0.0
     rows = len(batch[0])
     for start in range(0, rows, size):

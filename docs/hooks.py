@@ -23,9 +23,9 @@ def on_files(files, config):
     results = ROOT / "benchmarks" / "RESULTS.md"
     text = results.read_text() if results.exists() else NOT_MEASURED
     files.append(File.generated(config, "measured.md", content=text))
-    figure = results.with_name("results.svg")
-    if figure.exists():
-        files.append(File.generated(config, "results.svg", abs_src_path=str(figure)))
+    for figure in (results.with_name(name) for name in ("results.svg", "growth.svg")):
+        if figure.exists():
+            files.append(File.generated(config, figure.name, abs_src_path=str(figure)))
     notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())
     files.append(File.generated(config, "notebook.md", content=notebook_page(notebook)))
     return files
