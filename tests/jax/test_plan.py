@@ -19,13 +19,8 @@ from microbatch._errors import BatchError, BudgetError, MicrobatchError, PlanErr
 from microbatch._memory import Budget
 from microbatch._search import candidate_sizes
 from microbatch._splitting import divisors
-from microbatch.jax._memory import (
-    Program,
-    compile_program,
-    is_differentiated,
-    make_plan_for,
-    resolve_auto,
-)
+from microbatch.jax._compiled import Program, compile_program
+from microbatch.jax._memory import is_differentiated, make_plan_for, resolve_auto
 from microbatch.jax._microbatch import microbatch
 from microbatch.jax._planning import plan
 

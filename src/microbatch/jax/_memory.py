@@ -1,13 +1,11 @@
-"""What the compiler says that a program takes, and the microbatch size that fits: nothing is run."""
+"""The microbatch size that fits, found with compiled programs: nothing is run."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
 
 from microbatch._checks import Slot
 from microbatch._errors import BudgetError, MicrobatchError, PlanError
@@ -15,56 +13,22 @@ from microbatch._identity import Recent, function_key
 from microbatch._memory import Budget, host_memory_bytes, resolve_budget
 from microbatch._planning import Plan, logger, lower_to, make_plan
 from microbatch._search import candidate_sizes, halvings, search
-from microbatch.jax._binding import argument_of, hoisted, is_array
-from microbatch.jax._scratch import fused_bytes, scratch_bytes
+from microbatch.jax._binding import argument_of
+from microbatch.jax._compiled import (
+    Program,
+    as_shapes,
+    compile_program,
+    default_device,
+    is_traced,
+    output_types,
+    spec_of,
+    tree_bytes,
+)
 
 # Buffers are padded, and small ones come and go with the size; more than this is a bend in the line.
 SLACK_BYTES = 2**16
 
 _plans: Recent[Plan] = Recent(256)
-
-
-@dataclass(frozen=True)
-class Program:
-    """A compiled program, and what it would be called with.
-
-    Attributes:
-      call: runs it once and waits for the result.
-      total_bytes: temporaries, arguments and outputs, less what is shared between the two, on one device. Arrays that
-        the function closes over count as arguments.
-      scratch_bytes: what kernels may take beside that, which no compiler says: an estimate, 0 but on a CPU.
-    """
-
-    call: Callable[[], Any]
-    total_bytes: int
-    scratch_bytes: int
-
-
-def compile_program(
-    where: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Program:
-    """Compiles ``fun(*args, **kwargs)`` for the arguments' shapes (they may be `jax.ShapeDtypeStruct`).
-
-    Leaves that are no arrays are part of the program. A `fun` that is jitted already is compiled with its own options
-    (donated arguments, static ones).
-    """
-    if hasattr(fun, "lower"):
-        described = _described(args, kwargs)
-        traced = fun.trace(*described[0], **described[1])
-        compiled, consts = traced.lower().compile(), traced.jaxpr.consts
-        # A donated argument must not be the caller's.
-        copied = lambda: jax.tree.map(lambda x: jnp.copy(x) if is_array(x) else x, (args, kwargs))
-        call = lambda: (lambda a, k: jax.block_until_ready(fun(*a, **k)))(*copied())
-        closed_over = sum(x.nbytes for x in consts)
-        return _program(where, compiled, traced.jaxpr.jaxpr, call, closed_over)
-    arrays = _arrays((args, kwargs))
-    specs = [spec_of(x) for x in arrays]
-    # Closed-over arrays become arguments: as constants the compiler would not count them, and inside an outer trace
-    # they may be tracers, which cannot be compiled.
-    program, consts, _, jaxpr = hoisted(_over_arrays(fun, args, kwargs), specs)
-    compiled = jax.jit(program).lower([spec_of(x) for x in consts], specs).compile()
-    call = lambda: jax.block_until_ready(compiled(consts, arrays))
-    return _program(where, compiled, jaxpr, call, 0)
 
 
 def make_plan_for(
@@ -177,8 +141,8 @@ def resolve_auto(
     shapes = tuple(_shape_key(leaf) for leaf in leaves)
 
     def make() -> Plan:
-        described = _described(args, kwargs)
-        output = _output_types(fun, args, kwargs)
+        described = as_shapes(args, kwargs)
+        output = output_types(fun, args, kwargs)
         with_gradient = moving or _is_loss(output)
 
         def program_of(size: int) -> Program:
@@ -198,7 +162,7 @@ def resolve_auto(
             where,
             program_of,
             batch_size,
-            _tree_bytes(output),
+            tree_bytes(output),
             device_budget(memory_budget, leaves, where),
             remainder=remainder == "allow",
         )
@@ -252,52 +216,10 @@ def agreed(make: Callable[[], Plan], sizes: Sequence[int]) -> Plan:
     return lower_to(own, smallest(own.microbatch_size or 0), sizes)
 
 
-def spec_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and, where it is fixed, sharding."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if isinstance(x, jax.core.Tracer):
-        kind = jax.typeof(x)
-        sharding = None if kind.sharding.mesh.empty else kind.sharding
-        return jax.ShapeDtypeStruct(
-            kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type
-        )
-    if isinstance(x, jax.Array):
-        return jax.ShapeDtypeStruct(
-            x.shape,
-            x.dtype,
-            sharding=x.sharding if x.committed else None,
-            weak_type=getattr(x, "weak_type", False),  # arrays of keys have none
-        )
-    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
-
-
 def is_differentiated(values: Sequence[Any]) -> bool:
     """Whether an array is being differentiated at the moment."""
     # No public name tells what a tracer is for; a test fails when these move.
     return any(type(value).__name__ in ("JVPTracer", "LinearizeTracer") for value in values)
-
-
-def _program(
-    where: str, compiled: Any, jaxpr: Jaxpr, call: Callable[[], Any], extra_bytes: int
-) -> Program:
-    stats = compiled.memory_analysis()
-    if stats is None:
-        raise PlanError(
-            f"{where}: this backend does not say how much memory a compiled program takes.\n"
-            "Give microbatch_size a number."
-        )
-    total = (
-        stats.temp_size_in_bytes
-        + stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.generated_code_size_in_bytes
-        + extra_bytes
-    )
-    on_cpu = next(iter(_devices([]))).platform == "cpu"
-    scratch = scratch_bytes(jaxpr) + fused_bytes(compiled.as_text()) if on_cpu else 0
-    return Program(call, total, scratch)
 
 
 def _with_gradient(fun: Callable[..., Any], constant: set[int | str]) -> Callable[..., Any]:
@@ -326,12 +248,8 @@ def _with_gradient(fun: Callable[..., Any], constant: set[int | str]) -> Callabl
     return both
 
 
-def _is_traced(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def _is_inexact(leaf: Any) -> bool:
-    return _is_traced(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return is_traced(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _is_loss(output: Any) -> bool:
@@ -341,54 +259,15 @@ def _is_loss(output: Any) -> bool:
     )
 
 
-def _arrays(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if _is_traced(leaf)]
-
-
-def _over_arrays(
-    fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> Callable[[Sequence[Any]], Any]:
-    """`fun` of its array leaves alone, as a list; the others stay as they are."""
-    leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
-
-    def flat(arrays: Sequence[Any]) -> Any:
-        given = iter(arrays)
-        filled = [next(given) if _is_traced(leaf) else leaf for leaf in leaves]
-        args, kwargs = treedef.unflatten(filled)
-        return fun(*args, **kwargs)
-
-    return flat
-
-
-def output_bytes(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> int:
-    """Bytes of what ``fun(*args, **kwargs)`` returns, from shapes."""
-    return _tree_bytes(_output_types(fun, args, kwargs))
-
-
-def _output_types(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    described = _described(args, kwargs)
-    return jax.eval_shape(_over_arrays(fun, *described), _arrays(described))
-
-
-def _described(args: Any, kwargs: dict[str, Any]) -> Any:
-    """``(args, kwargs)`` with shapes in place of arrays."""
-    return jax.tree.map(lambda x: spec_of(x) if _is_traced(x) else x, (tuple(args), kwargs))
-
-
-def _tree_bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
-
-
 def _devices(leaves: Sequence[Any]) -> list[jax.Device]:
     """This process's devices among those where the arguments are fixed, else the default one."""
-    placed = [spec_of(x).sharding for x in leaves if _is_traced(x)]
+    placed = [spec_of(x).sharding for x in leaves if is_traced(x)]
     found: set[jax.Device] = set()
     for sharding in placed:
         if sharding is not None and hasattr(sharding, "device_set"):
             found |= _concrete(sharding)
     local = [d for d in found if d.process_index == jax.process_index()]
-    default = jax.config.jax_default_device
-    return local or [default if isinstance(default, jax.Device) else jax.local_devices()[0]]
+    return local or [default_device()]
 
 
 def _concrete(sharding: Any) -> set[jax.Device]:
@@ -399,7 +278,7 @@ def _concrete(sharding: Any) -> set[jax.Device]:
 
 
 def _shape_key(leaf: Any) -> Hashable:
-    if _is_traced(leaf):
+    if is_traced(leaf):
         spec = spec_of(leaf)
         return (spec.shape, str(spec.dtype), spec.weak_type, str(spec.sharding))
     return function_key(leaf)

@@ -22,14 +22,8 @@ from microbatch._errors import PlanError
 from microbatch._planning import Plan
 from microbatch._search import candidate_sizes
 from microbatch.jax._binding import batch_leaves
-from microbatch.jax._memory import (
-    Program,
-    agreed,
-    compile_program,
-    device_budget,
-    make_plan_for,
-    output_bytes,
-)
+from microbatch.jax._compiled import Program, compile_program, output_bytes
+from microbatch.jax._memory import agreed, device_budget, make_plan_for
 from microbatch.jax._microbatch import microbatch
 
 

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from microbatch._accumulation import AccumulationType, is_accumulator
-from microbatch._errors import AccumulatorError
+from microbatch._accumulation import is_accumulator
 from microbatch._identity import Recent
 from microbatch._stream import Settings
-from microbatch.jax._accumulators import CONCAT, RULES, Moment, Output, as_weight, update
+from microbatch.jax._accumulators import CONCAT, Output, as_weight
 from microbatch.jax._convolutions import canonical_convolutions, has_convolution
 from microbatch.jax._outputs import OutputPlan, plan_outputs
 from microbatch.jax._rows import explicit_spec
 from microbatch.jax._stateful import evaluated
+from microbatch.jax._stream_state import Folded, State, first_state, folded_in, results_of
 
 _MOST_PROGRAMS = 32
 
@@ -64,26 +64,6 @@ class Structure:
         )
 
 
-class State(NamedTuple):
-    """What is carried on the devices from microbatch to microbatch.
-
-    Attributes:
-      accumulators: one per output that is neither carried nor concatenated.
-      states: the leaves that are handed on.
-      total: the weight so far, relative to the first weight.
-      lost: what rounding took from it.
-      first: the first weight that is not zero.
-      ran: how many microbatches ran.
-    """
-
-    accumulators: list[Any]
-    states: list[Any]
-    total: Any
-    lost: Any
-    first: Any
-    ran: Any
-
-
 class Planned(NamedTuple):
     """The outputs for arguments of certain shapes.
 
@@ -91,13 +71,13 @@ class Planned(NamedTuple):
       types: the output's types, as a tree.
       plan: its parts.
       outputs: how they combine, but those that are carried.
-      folded: the same without CONCAT, and whether each keeps its dtype.
+      folded: those of them that are held on the devices.
     """
 
     types: Any
     plan: OutputPlan
     outputs: tuple[Output, ...]
-    folded: tuple[tuple[Output, ...], tuple[bool, ...]]
+    folded: Folded
 
 
 class Program:
@@ -115,7 +95,7 @@ class Program:
         self._evaluate = jax.jit(self._evaluated, inline=True)
         self._start = jax.jit(self._started)
         self._step = jax.jit(self._stepped, donate_argnums=0)
-        self._finish = jax.jit(_finished, static_argnums=0, donate_argnums=1)
+        self._finish = jax.jit(results_of, static_argnums=0, donate_argnums=1)
 
     def planned(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Planned:
         """What the outputs are and how they combine; the function is traced for it, never run."""
@@ -129,9 +109,9 @@ class Program:
         types = jax.eval_shape(self._evaluate, shared, states, rows)
         plan = plan_outputs(settings.where, settings.accumulator, types, None)
         outputs = plan.outputs(settings.accumulator_dtype)
-        folded = [output for output in outputs if output.kind is not CONCAT]
-        same = tuple(not o.is_custom and o.dtype == o.type.dtype for o in folded)
-        return Planned(types, plan, outputs, (tuple(folded), same))
+        folded = tuple(output for output in outputs if output.kind is not CONCAT)
+        keeps = tuple(not o.is_custom and o.dtype == o.type.dtype for o in folded)
+        return Planned(types, plan, outputs, Folded(folded, keeps))
 
     def start(self, shared: list[Any], states: list[Any], rows: list[Any], device: Any) -> State:
         """The first state, laid out as the step leaves it: as the parameters are, and never whole on one device."""
@@ -157,10 +137,10 @@ class Program:
 
     def finish(self, planned: Planned, state: State) -> list[Any]:
         """The results of all outputs but CONCAT; `state` is gone."""
-        own = planned.folded[1]
         # Only what keeps its dtype can be finished in its own memory.
-        in_place = [x for x, same in zip(state.accumulators, own, strict=True) if same]
-        others = [x for x, same in zip(state.accumulators, own, strict=True) if not same]
+        pairs = list(zip(state.accumulators, planned.folded.keeps_dtype, strict=True))
+        in_place = [x for x, keeps in pairs if keeps]
+        others = [x for x, keeps in pairs if not keeps]
         return self._finish(planned.folded, in_place, others, state.total, state.lost, state.ran)
 
     def _evaluated(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Any:
@@ -178,17 +158,8 @@ class Program:
 
     def _started(self, shared: list[Any], states: list[Any], rows: list[Any]) -> State:
         plan, _ = self._traced(shared, states, rows)
-        outputs = _accumulated(plan.outputs(self._settings.accumulator_dtype))
-        zero = jnp.zeros((), jnp.result_type(float))
-        return State(
-            [_first_carry(self._settings.where, output) for output in outputs],
-            # Copied: the arguments are the caller's, and the state's memory is used again.
-            [jnp.copy(x) for x in states],
-            zero,
-            zero,
-            zero,
-            jnp.zeros((), jnp.int32),
-        )
+        outputs = plan.outputs(self._settings.accumulator_dtype)
+        return first_state(self._settings.where, outputs, states)
 
     def _stepped(
         self, state: State, shared: list[Any], rows: list[Any], index: Any
@@ -204,7 +175,7 @@ class Program:
 
         def run(state: State) -> tuple[State, list[Any]]:
             values = jax.tree.leaves(evaluate(shared, state.states, rows))
-            return self._folded_in(plan, outputs, state, values, weight, index)
+            return folded_in(settings.where, plan, outputs, state, values, weight, index)
 
         def skip(state: State) -> tuple[State, list[Any]]:
             return state, [jnp.zeros(o.type.shape or (1,), o.type.dtype) for o in _rows(outputs)]
@@ -216,56 +187,12 @@ class Program:
             state, pieces = lax.cond(weight != 0, run, skip, state)
         return state, state.ran, pieces
 
-    def _folded_in(
-        self,
-        plan: OutputPlan,
-        outputs: Sequence[Output],
-        state: State,
-        values: list[Any],
-        own_weight: Any,
-        index: Any,
-    ) -> tuple[State, list[Any]]:
-        first = jnp.where(state.ran == 0, own_weight, state.first)
-        # Relative to the first weight, so that a stream of one element is that element's output.
-        weight = own_weight / first
-        total = state.total + state.lost
-        carried = [i for part in plan.carried for i in part.values]
-        remaining = iter([x for i, x in enumerate(values) if i not in carried])
-        updated, pieces = [], []
-        accumulators = iter(state.accumulators)
-        for output in outputs:
-            mine = [next(remaining) for _ in output.types]
-            if output.kind is CONCAT:
-                pieces.append(jnp.reshape(mine[0], jnp.shape(mine[0]) or (1,)))
-                continue
-            carry = next(accumulators)
-            _check_same(self._settings.where, output, carry)
-            told = own_weight if output.is_custom else weight
-            updated.append(
-                update(output, None, carry, mine, Moment(index, told, total), tail=False)
-            )
-        self._check_states(plan, state)
-        total, lost = _two_sum(state.total, weight)
-        states = [values[i].astype(s.dtype) for i, s in zip(carried, state.states, strict=True)]
-        return State(updated, states, total, state.lost + lost, first, state.ran + 1), pieces
-
     def _weight(self, shared: list[Any], states: list[Any], rows: list[Any]) -> jax.Array:
         weight_fn = self._settings.weight_fn
         if weight_fn is None:
             return jnp.asarray(rows_of(rows) or 1, jnp.result_type(float))
         value = weight_fn(*self._structure.arguments(shared, states, rows))
         return as_weight(self._settings.where, value)
-
-    def _check_states(self, plan: OutputPlan, state: State) -> None:
-        came = [_words(x) for part in plan.carried for x in part.leaves]
-        wanted = [_words(x) for x in state.states]
-        if came != wanted:
-            raise AccumulatorError(
-                f"{self._settings.where}: what is carried and the arguments it becomes differ:\n"
-                f"  output:   {', '.join(came) or 'nothing'}\n"
-                f"  argument: {', '.join(wanted) or 'nothing'}\n"
-                "Return the new state with the structure, shapes and dtypes of the old one."
-            )
 
 
 def rows_of(leaves: Sequence[Any]) -> int | None:
@@ -306,101 +233,5 @@ def _programs_of(fun: Callable[..., Any]) -> tuple[Recent[Program], Callable[[],
     return programs, reference
 
 
-def _accumulated(outputs: Sequence[Output]) -> list[Output]:
-    return [output for output in outputs if output.kind is not CONCAT]
-
-
 def _rows(outputs: Sequence[Output]) -> list[Output]:
     return [output for output in outputs if output.kind is CONCAT]
-
-
-def _first_carry(where: str, output: Output) -> Any:
-    """The carry before the first microbatch, from types alone."""
-    if output.is_custom:
-        return _custom_carry(where, output)
-    carry = RULES[output.kind].init(output.type, output.dtype)
-    if RULES[output.kind].wide and jnp.issubdtype(carry.dtype, jnp.inexact):
-        # −0.0 + x is x, its sign of zero included.
-        return lax.neg(carry)
-    return carry
-
-
-def _custom_carry(where: str, output: Output) -> Any:
-    """The carry of a custom accumulator, in the dtypes that its update gives: they may not change on the way."""
-    spec = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in output.types]
-    carry = output.kind.init(output.treedef.unflatten(spec))
-    at = Moment(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.result_type(float)))
-    after = jax.eval_shape(
-        lambda carry, *values: update(output, None, carry, values, at, tail=False), carry, *spec
-    )
-    before = jax.eval_shape(lambda: carry)
-    shapes = lambda tree: (jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)])
-    if shapes(before) != shapes(after):
-        raise AccumulatorError(
-            f"{where}: update of a custom accumulator changes the carry:\n"
-            f"  init:   {_tree_words(before)}\n"
-            f"  update: {_tree_words(after)}\n"
-            "Return a carry of the structure and shapes that init gives."
-        )
-    return jax.tree.map(lambda x, t: jnp.asarray(x, t.dtype), carry, after)
-
-
-def _finished(
-    facts: tuple[Any, Any], in_place: list[Any], others: list[Any], total: Any, lost: Any, ran: Any
-) -> list[Any]:
-    """The results, one primitive a leaf where that does: models have thousands."""
-    mine, foreign = iter(in_place), iter(others)
-    carries = [next(mine) if own else next(foreign) for own in facts[1]]
-    outputs = list(facts[0])
-    wide = [i for i, o in enumerate(outputs) if not o.is_custom and RULES[o.kind].wide]
-    total = total + lost
-
-    def nothing(sums: list[Any]) -> list[Any]:
-        return [jnp.zeros_like(x) for x in sums]
-
-    def something(sums: list[Any]) -> list[Any]:
-        return [
-            _divided(x, total) if outputs[i].kind is AccumulationType.MEAN else x
-            for i, x in zip(wide, sums, strict=True)
-        ]
-
-    done = lax.cond(ran == 0, nothing, something, [carries[i] for i in wide])
-    for i, x in zip(wide, done, strict=True):
-        carries[i] = x
-    return [
-        output.kind.finalize(carry)
-        if output.is_custom
-        else lax.convert_element_type(carry, output.type.dtype)
-        for output, carry in zip(outputs, carries, strict=True)
-    ]
-
-
-def _divided(value: jax.Array, total: jax.Array) -> jax.Array:
-    total = lax.convert_element_type(total, value.dtype)
-    return lax.div(value, lax.broadcast(total, value.shape))
-
-
-def _check_same(where: str, output: Output, carry: Any) -> None:
-    if output.is_custom or output.type.shape == carry.shape:
-        return
-    kind = output.kind.name
-    raise AccumulatorError(
-        f"{where}: an output is {_words(output.type)} in one microbatch and {_words(carry)} in those before; "
-        f"{kind} cannot combine them.\n"
-        "Use CONCAT for outputs with rows, or return one shape."
-    )
-
-
-def _two_sum(total: Any, weight: Any) -> tuple[Any, Any]:
-    """The sum and exactly what rounding took from it: long streams do not stop counting."""
-    after = total + weight
-    came = after - total
-    return after, (total - (after - came)) + (weight - came)
-
-
-def _words(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _tree_words(tree: Any) -> str:
-    return str(jax.tree.map(_words, tree)).replace("'", "")

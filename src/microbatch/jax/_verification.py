@@ -24,7 +24,8 @@ from microbatch._explaining import explained
 from microbatch._splitting import Split, make_split
 from microbatch._verification import Cause, Leaf, Verification, compare
 from microbatch.jax._binding import Call, batch_leaves, flatten_call
-from microbatch.jax._memory import compile_program, device_budget, spec_of
+from microbatch.jax._compiled import compile_program, spec_of
+from microbatch.jax._memory import device_budget
 from microbatch.jax._microbatch import microbatch
 
 
