@@ -21,6 +21,7 @@ MODULES = {
     "mapping": "benchmarks.jax_mapping",
     "growth": "benchmarks.jax_growth",
     "devices": "benchmarks.jax_devices",
+    "bounds": "benchmarks.bounds",
     "torch_training": "benchmarks.torch_training",
     "torch_through": "benchmarks.torch_through",
     "torch_per_example": "benchmarks.torch_per_example",
