@@ -9,7 +9,8 @@ A front uses it as the program::
         if saved and position < saved.position:
             continue
         ...
-        checkpoint.save(lambda: Progress(position + 1, numbers, arrays))
+        if checkpoint.due:
+            checkpoint.save(lambda: Progress(position + 1, numbers, arrays))
     checkpoint.remove()
 """
 
@@ -91,18 +92,15 @@ class Checkpoint:
 
     @property
     def due(self) -> bool:
-        """Whether `save` would save now."""
+        """Whether saving now would not slow the fold down."""
         return time.monotonic() >= self._wait_until
 
-    def save(self, progress: Callable[[], Progress]) -> bool:
-        """Replaces the file in one step, unless saving again so soon would slow the fold down; whether it did."""
-        if not self.due:
-            return False
+    def save(self, progress: Callable[[], Progress]) -> None:
+        """Replaces the file in one step, and sets when the next is due by the time that took, `progress` included."""
         start = time.monotonic()
         _write(self.path, self._where, self._identity, progress())
         end = time.monotonic()
         self._wait_until = end + (end - start) / self._time_share
-        return True
 
     def remove(self) -> None:
         """Deletes the file: what is finished is not taken up again. So is what a killed process left half-written."""

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from microbatch._accumulation import EXTREMES, AccumulationType
-from microbatch._errors import MicrobatchError
 from microbatch._splitting import Split
 from microbatch._verification import (
     TRUSTED_UNITS,
@@ -311,11 +310,8 @@ def _gradient_alone(subject: Subject) -> Cause:
 def _agrees(subject: Subject, whole: list[Leaf], **how: Any) -> bool:
     try:
         return all(agree(whole, subject.pieces(**how), exactness=4))
-    except (
-        MicrobatchError,
-        TypeError,
-        ValueError,
-    ):  # a kind or weight that does not suit this function
+    except (TypeError, ValueError):
+        # A kind or weight that does not suit this function.
         return False
 
 

@@ -72,6 +72,15 @@ def resolve_budget(
     return Budget(budget, "given")
 
 
+def refuse_unused(memory_budget: int | str | None, where: str) -> None:
+    """Refuses a budget beside a size that is given: it would have no effect."""
+    if memory_budget is not None:
+        raise BudgetError(
+            f'{where}: memory_budget={memory_budget!r} is used with microbatch_size="auto" only.\n'
+            'Use microbatch_size="auto", or leave memory_budget out.'
+        )
+
+
 def host_memory_bytes() -> int | None:
     """Physical memory or the control group's limit, whichever is smaller; None where neither is known."""
     try:

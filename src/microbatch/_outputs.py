@@ -12,7 +12,7 @@ from microbatch._accumulation import (
     as_accumulator,
     is_accumulator,
 )
-from microbatch._errors import AccumulatorError, MicrobatchError
+from microbatch._errors import AccumulatorError, EmptyStream, MicrobatchError
 from microbatch._trees import leaves_with_paths, map_leaves, map_subtrees, structure_words
 
 
@@ -107,6 +107,16 @@ def check_has_order(
             f"{where}: {path} has dtype {dtype_name}, which has no order for {kind.name}.\n"
             "Return its absolute value or its parts."
         )
+
+
+def refuse_extremes(where: str, parts: Sequence[Part]) -> None:
+    """MAX and MIN of zero rows have no value."""
+    for accumulator, path, _ in parts:
+        if accumulator in EXTREMES:
+            raise EmptyStream(
+                f"{where}: {accumulator.name} of zero rows has no value ({path}).\n"
+                "Give at least one row."
+            )
 
 
 def check_can_weigh(where: str, accumulator: Accumulator, path: str) -> None:

@@ -20,6 +20,9 @@ TRUSTED_UNITS = 1e4
 # In narrow dtypes so many units would be half the value.
 MOST_ALLOWED = 0.03
 
+# The spacing of floating-point types that NumPy knows through other packages, if at all.
+_NARROW = {"bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3, "float8_e5m2": 2.0**-2}
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -241,35 +244,40 @@ def explain(comparisons: Sequence[Comparison], verdict: Verdict) -> str:
 def _compare_leaf(whole: Leaf, pieces: Leaf, reference: Leaf | None, largest: float) -> Comparison:
     a, b = whole.array, pieces.array
     dtype = whole.dtype_name
-    result = lambda difference, units, errors, verdict: Comparison(
-        whole.path, whole.role, dtype, a.shape, difference, units, errors[0], errors[1], verdict
-    )
+
+    def result(
+        difference: float,
+        units: float,
+        verdict: Verdict,
+        errors: Sequence[float | None] = (None, None),
+    ) -> Comparison:
+        return Comparison(
+            whole.path, whole.role, dtype, a.shape, difference, units, errors[0], errors[1], verdict
+        )
+
     if a.shape != b.shape:
-        return result(float("inf"), float("inf"), (None, None), "different")
-    if a.dtype == b.dtype and a.tobytes() == b.tobytes():
-        return result(0.0, 0.0, (None, None), "exact")
+        return result(np.inf, np.inf, "different")
     wide_a, wide_b = _widened(a), _widened(b)
     difference = _distance(wide_a, wide_b)
-    epsilon = _epsilon(dtype)
-    scale = _scale(a)
-    units = difference / (epsilon * scale) if epsilon and scale else (difference and float("inf"))
     if difference == 0:
-        return result(0.0, 0.0, (None, None), "exact")
+        return result(0.0, 0.0, "exact")
+    epsilon, scale = _epsilon(dtype), _scale(a)
     if not np.isfinite(difference) or not epsilon:
-        return result(difference, float("inf"), (None, None), "different")
+        return result(difference, np.inf, "different")
+    units = difference / (epsilon * scale) if scale else np.inf
     # A gradient that is zero but for rounding is measured beside the others.
     floor = epsilon * largest
     if reference is None:
         allowed = max(_allowed(UNITS_ALLOWED_UNSEEN, epsilon) * scale, floor)
-        verdict: Verdict = "rounding" if difference <= allowed else "different"
-        return result(difference, units, (None, None), verdict)
+        return result(difference, units, "rounding" if difference <= allowed else "different")
     exact = _widened(reference.array)
     errors = (_distance(wide_a, exact), _distance(wide_b, exact))
     if errors[0] > max(TRUSTED_UNITS * epsilon * scale, floor):
         # Not rounding: in float64 the function does something else, such as drawing other random numbers.
         return _compare_leaf(whole, pieces, None, largest)
     allowed = max(2 * errors[0], _allowed(UNITS_ALLOWED, epsilon) * scale, floor)
-    return result(difference, units, errors, "rounding" if errors[1] <= allowed else "different")
+    verdict = "rounding" if errors[1] <= allowed else "different"
+    return result(difference, units, verdict, errors)
 
 
 def _allowed(units: float, epsilon: float) -> float:
@@ -310,14 +318,6 @@ def _epsilon(dtype: str) -> float:
     if dtype in _NARROW:
         return _NARROW[dtype]
     return float(np.finfo(dtype).eps) if dtype.startswith(("float", "complex")) else 0.0
-
-
-# Floating-point types that NumPy knows through other packages, if at all.
-_NARROW = {
-    "bfloat16": 2.0**-7,
-    "float8_e4m3fn": 2.0**-3,
-    "float8_e5m2": 2.0**-2,
-}
 
 
 def _cells(c: Comparison) -> list[str]:

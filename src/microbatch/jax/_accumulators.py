@@ -154,7 +154,7 @@ def checked_dtype(where: str, dtype: Any) -> Any:
 
 def init(output: Output, split: Split) -> Any:
     """The first carry, from shapes alone."""
-    if output.is_custom:
+    if isinstance(output.kind, Accumulator):
         return output.kind.init(jax.tree.unflatten(output.treedef, map(_spec, output.types)))
     if output.kind is CONCAT:
         return rows_buffer(output.type, output.rows(split), output.tail_rows)
@@ -165,7 +165,7 @@ def update(
     output: Output, split: Split, carry: Any, values: Sequence[Any], at: Moment, *, tail: bool
 ) -> Any:
     """The carry with the values of one microbatch added; `tail` tells that it is the last, smaller one."""
-    if output.is_custom:
+    if isinstance(output.kind, Accumulator):
         weight = {} if not output.kind.takes_weight else {"weight": _weight(at)}
         value = jax.tree.unflatten(output.treedef, values)
         return output.kind.update(carry, value, at.index, **weight)
@@ -178,7 +178,7 @@ def update(
 
 def finalize(output: Output, split: Split, carry: Any, total: Any) -> Any:
     """The result: one array in the output's dtype, or whatever a custom accumulator makes."""
-    if output.is_custom:
+    if isinstance(output.kind, Accumulator):
         return output.kind.finalize(carry)
     if output.kind is CONCAT:
         return join(carry, output.rows(split))

@@ -30,9 +30,7 @@ class Program:
     scratch_bytes: int
 
 
-def compile_program(
-    where: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Program:
+def compile_program(where: str, fun: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
     """Compiles ``fun(*args, **kwargs)`` for the arguments' shapes (they may be `jax.ShapeDtypeStruct`).
 
     Leaves that are no arrays are part of the program. A `fun` that is jitted already is compiled with its own options
@@ -102,7 +100,7 @@ def spec_of(x: Any) -> jax.ShapeDtypeStruct:
 
 def default_device() -> jax.Device:
     """Where a program runs whose arguments may be anywhere."""
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # pyrefly: ignore[missing-attribute]
     return default if isinstance(default, jax.Device) else jax.local_devices()[0]
 
 

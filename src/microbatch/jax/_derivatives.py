@@ -286,6 +286,7 @@ def _share(output: Output, at: Moment, cotangent: Any, won: Any, last: Any) -> A
 
 def _winner(output: Output) -> Accumulator:
     """MAX or MIN together with the index of the microbatch that attained it."""
+    assert isinstance(output.kind, AccumulationType)
     rule = RULES[output.kind]
     is_max = output.kind is AccumulationType.MAX
 

@@ -89,7 +89,9 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     def weights_of(args: Any, kwargs: Any) -> jax.Array:
         kwargs = {name: value for name, value in kwargs.items() if name != ROW_INDEX}
-        of_one = lambda a, k: as_weight(spec.where, spec.weight_fn(*a, **k), per="example")
+        weight_fn = spec.weight_fn
+        assert weight_fn is not None
+        of_one = lambda a, k: as_weight(spec.where, weight_fn(*a, **k), per="example")
         return jax.lax.stop_gradient(jax.vmap(of_one, (in_axes, 0))(args, kwargs))
 
     def reduced(*args: Any, **kwargs: Any) -> Any:

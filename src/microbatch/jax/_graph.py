@@ -46,6 +46,11 @@ class Node:
         """The primitive's name."""
         return "" if self.eqn is None else self.eqn.primitive.name
 
+    @property
+    def params(self) -> dict[str, Any]:
+        """The equation's parameters."""
+        return {} if self.eqn is None else self.eqn.params
+
     def run(self, values: list[Any]) -> Sequence[Any]:
         """The outputs' values."""
         return bind(self.eqn, values) if self.apply is None else self.apply(values)

@@ -30,10 +30,6 @@ class HostRows:
         if out is not None:
             self._check_out(out)
 
-    @property
-    def _on_disk(self) -> bool:
-        return isinstance(self._out, np.memmap)
-
     def append(self, rows: Any) -> None:
         """Copies the rows of the next microbatch to the end."""
         array = np.asarray(rows)
@@ -71,14 +67,14 @@ class HostRows:
 
     def saved(self) -> np.ndarray:
         """What a checkpoint holds: the rows, or how many there are where they are in a file already."""
-        if self._on_disk:
+        if isinstance(self._out, np.memmap):
             self._out.flush()
             return np.asarray(self._end)
         return np.array(self.result())
 
     def restore(self, saved: np.ndarray) -> None:
         """Goes on after what `saved` gave."""
-        if self._on_disk:
+        if isinstance(self._out, np.memmap):
             self._end = int(saved)
         else:
             self.append(saved)

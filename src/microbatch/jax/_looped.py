@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from microbatch._accumulation import EXTREMES
+from microbatch._accumulation import EXTREMES, Carry
 from microbatch._errors import AccumulatorError, EmptyStream
 from microbatch._splitting import Split
 from microbatch.jax._accumulators import Moment, as_weight
@@ -180,6 +180,7 @@ def _check_states(where: str, plan: OutputPlan, call: Call) -> None:
         came = [(x.shape, x.dtype) for x in part.leaves]
         wanted = [(x.shape, x.dtype) for x in (jax.typeof(call.leaves[i]) for i in places)]
         if came != wanted:
+            assert isinstance(part.accumulator, Carry)
             raise AccumulatorError(
                 f"{where}: output{part.path} is carried to argument {part.accumulator.argnum}, and they differ:\n"
                 f"  output:   {', '.join(f'{d}{list(s)}' for s, d in came) or 'nothing'}\n"

@@ -10,7 +10,7 @@ import numpy as np
 from microbatch._checks import Slot
 from microbatch._errors import BudgetError, MicrobatchError, PlanError
 from microbatch._identity import Recent, function_key
-from microbatch._memory import Budget, host_memory_bytes, resolve_budget
+from microbatch._memory import Budget, host_memory_bytes, refuse_unused, resolve_budget
 from microbatch._planning import Plan, logger, lower_to, make_plan
 from microbatch._search import candidate_sizes, halvings, search
 from microbatch.jax._binding import argument_of
@@ -128,11 +128,7 @@ def resolve_auto(
       BudgetError: nothing fits; the message has the numbers.
     """
     if not (isinstance(microbatch_size, str) and microbatch_size == "auto"):
-        if memory_budget is not None:
-            raise BudgetError(
-                f'{where}: memory_budget={memory_budget!r} is used with microbatch_size="auto" only.\n'
-                'Use microbatch_size="auto", or leave memory_budget out.'
-            )
+        refuse_unused(memory_budget, where)
         return microbatch_size
     if batch_size == 0:
         return 1

@@ -68,13 +68,13 @@ class OutputPlan:
 
     def assemble(self, results: Sequence[Any], states: Sequence[Any]) -> Any:
         """The returned tree: results in the order of `outputs`, final states in the order of `carried`."""
-        results, states = iter(results), iter(states)
+        remaining, carried = iter(results), iter(states)
         found = []
         for part in self.parts:
             if isinstance(part.accumulator, Accumulator):
-                found.append(next(results))
+                found.append(next(remaining))
                 continue
-            source = states if isinstance(part.accumulator, Carry) else results
+            source = carried if isinstance(part.accumulator, Carry) else remaining
             found.append(part.treedef.unflatten([next(source) for _ in part.leaves]))
         return self.treedef.unflatten(found)
 

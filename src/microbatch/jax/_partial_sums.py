@@ -173,7 +173,7 @@ class Program:
         # The equation's shardings, and its context, are those of all devices together.
         params = {
             key: None if key in ("out_sharding", "sharding") else value
-            for key, value in node.eqn.params.items()
+            for key, value in node.params.items()
         }
         for key in {"reshape": ["new_sizes"], "broadcast_in_dim": ["shape"]}.get(node.name, []):
             params[key] = self.rows.shape_on_one(self.graph.aval(node.outputs[0]))
@@ -190,7 +190,7 @@ class Program:
         if node.name != "scatter-add" or self.rows.mesh is None:
             return None
         operand, indices, updates = node.inputs
-        numbers = node.eqn.params["dimension_numbers"]
+        numbers = node.params["dimension_numbers"]
         if not self.sums.is_zero(operand) or self.sums.is_split(*node.inputs):
             return None
         while updates in self.sums.maker and self.sums.maker[updates].name in RESHARDS:
@@ -209,7 +209,7 @@ class Program:
         """A loop inside the microbatch whose sums are put off: partial sums come out, and are then added up."""
         if node.name != "scan":
             return None
-        params = node.eqn.params
+        params = node.params
         body, consts, carried = params["jaxpr"], params["num_consts"], params["num_carry"]
         init = node.inputs[consts : consts + carried]
         summing = [

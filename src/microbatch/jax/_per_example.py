@@ -117,6 +117,7 @@ def micro_vmap(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return run_examples(spec, args, kwargs)
 
+    # pyrefly: ignore[missing-attribute]
     mapped.explain = lambda *args, **kwargs: explain_examples(spec, args, kwargs)
     return mapped
 
@@ -214,6 +215,7 @@ def micro_grad(
         return transform_fn(gradients), Aux(value, metrics_fn(gradients), aux)
 
     def example_weight(*args: Any, **kwargs: Any) -> Any:
+        assert weight_fn is not None
         return weight_fn(*as_batch_of_one(args), **kwargs)
 
     spec = Spec(
@@ -248,6 +250,7 @@ def micro_grad(
     def gradients_of(*args: Any, **kwargs: Any) -> tuple[Any, Aux]:
         return run_examples(of_call(args), args, kwargs)
 
+    # pyrefly: ignore[missing-attribute]
     gradients_of.explain = lambda *args, **kwargs: explain_examples(of_call(args), args, kwargs)
     return gradients_of
 

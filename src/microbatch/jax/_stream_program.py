@@ -100,9 +100,8 @@ class Program:
     def planned(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Planned:
         """What the outputs are and how they combine; the function is traced for it, never run."""
         shapes = tuple((x.shape, x.dtype) for x in (*shared, *states, *rows))
-        return self._plans.get(
-            (jax.config.jax_enable_x64, shapes), lambda: self._new_plan(shared, states, rows)
-        )
+        wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
+        return self._plans.get((wide, shapes), lambda: self._new_plan(shared, states, rows))
 
     def _new_plan(self, shared: list[Any], states: list[Any], rows: list[Any]) -> Planned:
         settings = self._settings

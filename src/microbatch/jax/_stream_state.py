@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from microbatch._accumulation import AccumulationType
+from microbatch._accumulation import AccumulationType, Accumulator
 from microbatch._errors import AccumulatorError
 from microbatch.jax._accumulators import CONCAT, RULES, Moment, Output, update
 from microbatch.jax._outputs import OutputPlan
@@ -113,7 +113,8 @@ def results_of(
     mine, foreign = iter(in_place), iter(others)
     carries = [next(mine) if keeps else next(foreign) for keeps in folded.keeps_dtype]
     outputs = folded.outputs
-    wide = [i for i, o in enumerate(outputs) if not o.is_custom and RULES[o.kind].wide]
+    kinds = [o.kind for o in outputs]
+    wide = [i for i, k in enumerate(kinds) if isinstance(k, AccumulationType) and RULES[k].wide]
     total = total + lost
 
     def nothing(sums: list[Any]) -> list[Any]:
@@ -121,7 +122,7 @@ def results_of(
 
     def something(sums: list[Any]) -> list[Any]:
         return [
-            _divided(x, total) if outputs[i].kind is AccumulationType.MEAN else x
+            _divided(x, total) if kinds[i] is AccumulationType.MEAN else x
             for i, x in zip(wide, sums, strict=True)
         ]
 
@@ -130,7 +131,7 @@ def results_of(
         carries[i] = x
     return [
         output.kind.finalize(carry)
-        if output.is_custom
+        if isinstance(output.kind, Accumulator)
         else lax.convert_element_type(carry, output.type.dtype)
         for output, carry in zip(outputs, carries, strict=True)
     ]
@@ -138,8 +139,8 @@ def results_of(
 
 def _first_carry(where: str, output: Output) -> Any:
     """The carry before the first microbatch, from types alone."""
-    if output.is_custom:
-        return _custom_carry(where, output)
+    if isinstance(output.kind, Accumulator):
+        return _custom_carry(where, output, output.kind)
     carry = RULES[output.kind].init(output.type, output.dtype)
     if RULES[output.kind].wide and jnp.issubdtype(carry.dtype, jnp.inexact):
         # −0.0 + x is x, its sign of zero included.
@@ -147,10 +148,10 @@ def _first_carry(where: str, output: Output) -> Any:
     return carry
 
 
-def _custom_carry(where: str, output: Output) -> Any:
+def _custom_carry(where: str, output: Output, accumulator: Accumulator) -> Any:
     """The carry of a custom accumulator, in the dtypes that its update gives: they may not change on the way."""
     spec = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in output.types]
-    carry = output.kind.init(output.treedef.unflatten(spec))
+    carry = accumulator.init(output.treedef.unflatten(spec))
     at = Moment(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.result_type(float)))
     after = jax.eval_shape(
         lambda carry, *values: update(output, None, carry, values, at, tail=False), carry, *spec
@@ -185,7 +186,7 @@ def _check_states(where: str, plan: OutputPlan, state: State) -> None:
 
 
 def _check_same(where: str, output: Output, carry: Any) -> None:
-    if output.is_custom or output.type.shape == carry.shape:
+    if isinstance(output.kind, Accumulator) or output.type.shape == carry.shape:
         return
     kind = output.kind.name
     raise AccumulatorError(

@@ -186,7 +186,8 @@ class _Run:
             gradients, out = jax.grad(of, has_aux=True)([given[place] for place in places])
             return out, gradients
 
-        with jax.enable_x64(self.precise or bool(jax.config.jax_enable_x64)):
+        wide = bool(jax.config.jax_enable_x64)  # pyrefly: ignore[missing-attribute]
+        with jax.enable_x64(self.precise or wide):
             given = [jnp.asarray(leaves[i]) for i in arrays]
             if moving and _has_meaning(jax.eval_shape(value, given), self.accumulator):
                 out, gradients = jax.jit(both)(given)

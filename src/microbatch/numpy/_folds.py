@@ -14,7 +14,7 @@ from microbatch._accumulation import (
     accumulates_wider,
     leaf_rule,
 )
-from microbatch._errors import AccumulatorError, EmptyStream
+from microbatch._errors import AccumulatorError
 from microbatch._outputs import Part, changed_type, check_can_average, check_can_weigh
 from microbatch._trees import leaves_with_paths, map_leaves
 
@@ -115,16 +115,6 @@ def make_folds(
         return _reduced(where, accumulator, path, value, accumulator_dtype)
 
     return [make(part) for part in parts]
-
-
-def refuse_extremes(where: str, parts: Sequence[Part]) -> None:
-    """MAX and MIN of zero rows have no value."""
-    for accumulator, path, _ in parts:
-        if accumulator in EXTREMES:
-            raise EmptyStream(
-                f"{where}: {accumulator.name} of zero rows has no value ({path}).\n"
-                "Give at least one row."
-            )
 
 
 def refuse_change(

@@ -25,11 +25,11 @@ from microbatch._checks import (
     signature_of,
 )
 from microbatch._errors import AccumulatorError, BatchError, MicrobatchError, MicrobatchSizeError
-from microbatch._outputs import Part, canonical
+from microbatch._outputs import Part, canonical, refuse_extremes
 from microbatch._splitting import Order, Remainder, Split, make_split
 from microbatch._trees import leaves_with_paths, map_prefix, map_subtrees
 from microbatch.numpy._folding import Folding
-from microbatch.numpy._folds import Fold, make_folds, refuse_extremes
+from microbatch.numpy._folds import Fold, make_folds
 from microbatch.numpy._rows import batch_concat, refuse_overlap, shape_of, take
 
 

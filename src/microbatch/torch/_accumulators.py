@@ -1,6 +1,6 @@
 """The accumulators on tensors: each part of the output as a fold over the microbatches, added in place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -13,7 +13,6 @@ from microbatch._accumulation import (
     Step,
     leaf_rule,
 )
-from microbatch._errors import EmptyStream
 from microbatch._outputs import (
     Part,
     changed_type,
@@ -130,16 +129,6 @@ def make_fold(part: Part, options: FoldOptions, rows: int) -> Fold:
     if accumulator in EXTREMES and not options.tracked:
         return _extreme(part, options)
     return _reduced(part, options)
-
-
-def refuse_extremes(where: str, parts: Sequence[Part]) -> None:
-    """MAX and MIN of zero rows have no value."""
-    for accumulator, path, _ in parts:
-        if accumulator in EXTREMES:
-            raise EmptyStream(
-                f"{where}: {accumulator.name} of zero rows has no value ({path}).\n"
-                "Give at least one row."
-            )
 
 
 def refuse_change(

@@ -9,9 +9,9 @@ from torch import nn
 
 from microbatch._accumulation import AccumulationType, Carry
 from microbatch._errors import AccumulatorError, MicrobatchError
-from microbatch._outputs import Part
+from microbatch._outputs import Part, refuse_extremes
 from microbatch._trees import leaves_with_paths, map_leaves
-from microbatch.torch._accumulators import FoldOptions, refuse_extremes
+from microbatch.torch._accumulators import FoldOptions
 from microbatch.torch._arguments import Arguments
 from microbatch.torch._autocast import Autocast, fresh_casts, restored
 from microbatch.torch._captured import (
@@ -240,7 +240,11 @@ class Call:
         if self._captured:
             given = {id(self._inputs[i].tensor): leaves[i] for i in self._captured}
             fun = rebind(fun, lambda tensor: given.get(id(tensor), tensor))
-        members = [self._inputs[i].member._replace(tensor=leaves[i]) for i in self._members]
+        members = [
+            member._replace(tensor=leaves[i])
+            for i in self._members
+            if (member := self._inputs[i].member) is not None
+        ]
         drawing = nullcontext() if index < 0 else self._randomness.microbatch(index)
         casting = fresh_casts() if self._casts else nullcontext()
         with installed(members), drawing, casting:

@@ -34,6 +34,7 @@ class InForward(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override]
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         made = ctx.made
         sums, made.sums = made.sums, None

@@ -21,7 +21,8 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 def graph_clock() -> int:
     """A number that grows with every node that autograd makes on this thread."""
     with torch.enable_grad():
-        return _LEAF.view(()).grad_fn._sequence_nr()
+        node: Any = _LEAF.view(()).grad_fn
+        return node._sequence_nr()
 
 
 def is_older(node: Any, clock: int) -> bool:
@@ -40,7 +41,8 @@ def leaf_of(node: Any) -> torch.Tensor | None:
 # Made here, and not at the first use, which may be among tensors of shapes alone.
 with torch.inference_mode(False), torch.enable_grad():
     _LEAF = torch.zeros((), device="cpu", requires_grad=True)
-    _END = type(_LEAF.view(()).grad_fn.next_functions[0][0])
+    _VIEW: Any = _LEAF.view(()).grad_fn
+    _END = type(_VIEW.next_functions[0][0])
 
 
 def acts_on_gradient(leaf: torch.Tensor) -> bool:

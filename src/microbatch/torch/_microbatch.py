@@ -293,13 +293,14 @@ def run(
         remainder=settings.remainder,
         subject=arguments.subject,
     )
-    weight_fn = settings.weight_fn
 
     def weight_of(index: int) -> Any:
+        assert settings.weight_fn is not None
         its_args, its_kwargs = arguments.cut(split.rows(index))
-        return weight_fn(*its_args, **its_kwargs)
+        return settings.weight_fn(*its_args, **its_kwargs)
 
-    schedule = schedule_of(where, split, weight_of if weight_fn else None, settings.limit)
+    weigh = None if settings.weight_fn is None else weight_of
+    schedule = schedule_of(where, split, weigh, settings.limit)
     options = FoldOptions(
         where,
         split,

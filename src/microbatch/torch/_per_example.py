@@ -190,6 +190,7 @@ def run_example_map(
 
     def microbatch_weight(*args: Any, **kwargs: Any) -> Any:
         weights = weights_of(args, kwargs)
+        assert weights is not None
         # A weight that cannot be is handed on, to be refused where weights are read; a sum might hide it.
         return torch.where((weights < 0).any(), weights.amin(), weights.sum())
 
@@ -250,6 +251,7 @@ def _reduce(
     if isinstance(kind, Accumulator):
         if weights is not None:
             value = map_leaves(lambda leaf: leaf[weights != 0], value)
+        assert kind.aggregate is not None
         return kind.aggregate(value)
     if not _can_reduce(kind, value.dtype):
         return value[0]  # `microbatch` refuses it, with the leaf's path.

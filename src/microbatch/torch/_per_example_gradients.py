@@ -154,6 +154,7 @@ def micro_grad(
             return transform_fn(found), Aux(value, metrics_fn(found), aux)
 
         def example_weight(*args: Any, **kwargs: Any) -> Any:
+            assert weight_fn is not None
             args = as_batch_of_one(args)
             return weight_fn(*(modules.get(i, a) for i, a in enumerate(args)), **kwargs)
 

@@ -243,7 +243,7 @@ class Pullback(Program):
             values = self.base.evaluate(index, full)
             return tuple(values[j] for j in live)
 
-        _, pull = torch.func.vjp(of_needed, *(inputs[i] for i in self.needed))
+        pull = torch.func.vjp(of_needed, *(inputs[i] for i in self.needed))[1]
         return list(pull(tuple(cotangents)))
 
     def _cotangents(self, index: int, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -342,7 +342,7 @@ class Microbatched(torch.autograd.Function):
         )
 
     @staticmethod
-    def vmap(
+    def vmap(  # pyrefly: ignore[bad-override]
         info: Any, in_dims: tuple[Any, ...], program: Program, *tensors: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
         """The program over the mapped axis, microbatch by microbatch."""

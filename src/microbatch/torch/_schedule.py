@@ -1,6 +1,6 @@
 """Which microbatches of a call run, with which weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,12 @@ def schedule_of(
     if limit is not None:
         count = max(0, min(count, int(limit)))
     indices = list(range(count))
-    weights: list[float | None]
+    weights: Sequence[float | None]
     if weight_of is not None:
-        weights = _read_weights(where, weight_of, indices)
-        total = sum(weights)
-        indices = [index for index, weight in zip(indices, weights) if weight != 0]
-        weights = [weight for weight in weights if weight != 0]
+        read = _read_weights(where, weight_of, indices)
+        total = sum(read)
+        indices = [index for index, weight in zip(indices, read) if weight != 0]
+        weights = [weight for weight in read if weight != 0]
     elif split.tail:
         weights = [split.size(index) for index in indices]
         total = split.batch_size
@@ -71,9 +71,7 @@ def schedule_of(
     return Schedule(split, tuple(steps), total)
 
 
-def _read_weights(
-    where: str, weight_of: Callable[[int], Any], indices: list[int]
-) -> list[float | None]:
+def _read_weights(where: str, weight_of: Callable[[int], Any], indices: list[int]) -> list[float]:
     with torch.no_grad():
         found = [as_weight(where, weight_of(index)) for index in indices]
         try:

@@ -323,7 +323,7 @@ def kept(found: Found, work: Work) -> Iterator[None]:
         for module, held, copies in buffers:
             module._buffers.update(held)
             for buffer, copy in zip(held.values(), copies, strict=True):
-                if copy is not None and not torch.equal(buffer, copy):
+                if buffer is not None and copy is not None and not torch.equal(buffer, copy):
                     with torch.no_grad():
                         buffer.copy_(copy)
 

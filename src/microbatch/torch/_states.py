@@ -32,7 +32,7 @@ class States:
         if not carries:
             return
         self._call, self._index = call, index
-        started = {}
+        started: dict[int | str, Any] = {}
         for carry in carries:
             key = call.key(carry.argnum)
             started[key] = map_leaves(self._leaf, args[key])

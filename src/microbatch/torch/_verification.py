@@ -188,7 +188,7 @@ class _Run:
             roots = [x for _, x in values if _is_tensor(x) and x.requires_grad]
             if gradient and roots and _has_meaning(roots, self.accumulator):
                 named = self.leaves(args)
-                total = sum(_projection(x) for x in roots)
+                total: Any = sum(_projection(x) for x in roots)
                 grads = torch.autograd.grad(total, [t for _, t in named], allow_unused=True)
                 found += [
                     _leaf(name, "gradient", g)
