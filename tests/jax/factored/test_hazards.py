@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import primitives
 
 from microbatch.jax._factored import _control, evaluate, explain
+from microbatch.jax._factored._algebra import power_of_two
 from microbatch.jax._factored._makers import could_make  # noqa: F401 (registers the makers)
 from microbatch.jax._factored._registry import MAKERS, RULES
 
@@ -113,6 +114,58 @@ def test_factors_out_of_range_have_a_norm_in_range(tokens, left, right):
     got = run("factored", scaled, one)[1][1]
     assert np.all(want > 0)
     np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def scaled_down(grad):
+    """To a largest entry of 1, found without squares that overflow."""
+    largest = max(jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(grad))
+    return jax.tree.map(lambda leaf: leaf * (1 / largest), grad)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("left, right", [(1e25, 1e-25), (1e12, 1e12), (1e30, 1e-5), (1e3, 1e-21)])
+def test_moments_of_factors_out_of_range_are_in_range(tokens, left, right):
+    """Squares, cubes and norms of a gradient that fits, made of factors or of a gradient before scaling whose do not."""
+    model = linear(tokens)
+    x, y = model.batch
+    scaled = model._replace(batch=(x * left, y * right))
+
+    def moments(grad):
+        unit = scaled_down(grad)
+        cubed = jax.tree.map(lambda leaf: (leaf * 2.0**40) ** 3, unit)
+        return jax.tree.map(lambda leaf: leaf**2, unit), cubed, jax.tree.map(jnp.square, unit)
+
+    one = per_example(scaled, moments, lambda grad: squared_norm(scaled_down(grad)))
+    (got, (_, norm)), (want, (_, wanted)) = (run(e, scaled, one) for e in ("factored", "vmap"))
+    assert np.all(np.isfinite(wanted)) and np.all(wanted > 0)
+    assert_same_tree(got, want, 1e-4)
+    np.testing.assert_allclose(norm, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_one_exploding_gradient_that_is_clipped_spoils_no_moment(tokens):
+    """The square of its norm overflows, its scale is 0, and 0 × inf is not 0."""
+    model = linear(tokens)
+    x, y = model.batch
+    scaled = model._replace(batch=(x.at[1].multiply(1e21), y))
+    one = per_example(
+        scaled,
+        lambda grad: (jax.tree.map(jnp.square, clip(grad)), clip(grad)),
+        lambda grad: squared_norm(clip(grad)),
+    )
+    (got, (_, norms)), (want, (_, wanted)) = (run(e, scaled, one) for e in ("factored", "vmap"))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(want))
+    assert_same_tree(got, want, 1e-4)
+    np.testing.assert_allclose(norms, wanted, rtol=1e-4)
+    assert norms[1] == 0
+
+
+def test_powers_of_two_are_exact():
+    """Which `exp2` is not where a compiler makes it of `exp`."""
+    exponents = np.arange(-126, 128)
+    np.testing.assert_array_equal(
+        power_of_two(exponents, np.float32), np.ldexp(np.float32(1), exponents)
+    )
 
 
 def test_float16_factors_do_not_underflow():

@@ -177,12 +177,12 @@ def weighted_sum(array, scale, keep, dtype):
 
 
 def _sum_products(ctx: Context, value: Product):
-    """Sums entries made without scales, which weigh the examples in the sum."""
+    """Sums products of entries; the product's own scale weighs the examples in the sum."""
     scale, keep, arrays = value.scale, value.keep, []
     for operand in (value.left, value.right):
         if isinstance(operand, (Outer, Rows)):
-            scale, keep = times(scale, operand.scale), both(keep, operand.keep)
-            operand = dataclasses.replace(operand, scale=None, keep=None)
+            keep = both(keep, operand.keep)
+            operand = dataclasses.replace(operand, keep=None)
         arrays.append(operand)
     if value.left is value.right:
         _note_squares(ctx, value.left)
@@ -229,19 +229,54 @@ def multiply_out(value: Value) -> Value:
     pair = (left, left) if left is right else layout.refine(left, right)
     if pair is None:
         return value
-    left, right = pair
-    scale = times(times(left.scale, right.scale), value.scale)
-    keep = both(both(left.keep, right.keep), value.keep)
-    dtype = working_dtype(value.dtype)
+    left, right = map(balanced, pair)
     product = dataclasses.replace(
         left,
-        lhs=left.lhs.astype(dtype) * right.lhs.astype(dtype),
-        rhs=left.rhs.astype(dtype) * right.rhs.astype(dtype),
-        scale=scale,
-        keep=keep,
+        lhs=left.lhs * right.lhs,
+        rhs=left.rhs * right.rhs,
+        scale=value.scale,
+        keep=both(both(left.keep, right.keep), value.keep),
         dtype=value.dtype,
     )
     return layout.reshape(product, value.shape) or value
+
+
+def balanced(value: Outer) -> Outer:
+    """The value with factors that are equally large in each example, and no scale: powers of them stay in range."""
+    stack, dtype = value.num_stack, working_dtype(value.dtype)
+    (lhs, e1), (rhs, e2) = (normalised(x.astype(dtype), stack) for x in (value.lhs, value.rhs))
+    exponent = e1 + e2
+    if value.scale is not None:
+        scale, more = normalised(value.scale.astype(dtype), 0)
+        lhs, exponent = lhs * beside(scale, lhs, stack), exponent + more
+    half = jnp.clip(exponent // 2, -120, 120)
+    rest = jnp.clip(exponent - half, -120, 120)
+    lhs, rhs = (x * beside_stack(power_of_two(e, dtype), x) for x, e in ((lhs, half), (rhs, rest)))
+    return dataclasses.replace(value, lhs=lhs, rhs=rhs, scale=None)
+
+
+def normalised(factor, num_stack: int):
+    """The factor with its largest entry of each example in [1, 2), and the exponents ``[*stack, B]``.
+
+    Products of squares of very small or large factors would leave the range of the dtype although their
+    product would not.
+    """
+    factor = factor.astype(working_dtype(factor.dtype))
+    lead = num_stack + 1
+    largest = jnp.max(
+        jnp.abs(lax.stop_gradient(factor)), tuple(range(lead, factor.ndim)), initial=0
+    )
+    exponent = jnp.frexp(largest)[1] - 1
+    usable = (largest > 0) & jnp.isfinite(largest)
+    exponent = jnp.where(usable, jnp.clip(exponent, -120, 120), 0)
+    return factor * beside_stack(power_of_two(-exponent, factor.dtype), factor), exponent
+
+
+def power_of_two(exponent, dtype):
+    """``2 ** exponent`` to the last bit, which `exp2` of a compiler is not; exponents of normal numbers alone."""
+    info = jnp.finfo(dtype)
+    whole = exponent.astype(jnp.int32 if info.bits == 32 else jnp.int64)
+    return lax.bitcast_convert_type((whole + info.maxexp - 1) << info.nmant, dtype)
 
 
 def _paired_blocks(left: Blocks, right: Value):
@@ -349,8 +384,9 @@ def beside(number, factor, num_stack: int):
     return number.reshape(shape)
 
 
-def times(a, b):
-    return b if a is None else a if b is None else a * b
+def beside_stack(number, factor):
+    """``[*stack, B]`` shaped to multiply a factor ``[*stack, B, ..]``."""
+    return number.reshape(number.shape + (1,) * (factor.ndim - number.ndim))
 
 
 def both(a, b):

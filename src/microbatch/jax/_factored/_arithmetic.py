@@ -8,7 +8,7 @@ from microbatch.jax._factored import _algebra as algebra
 from microbatch.jax._factored import _inner, _layout
 from microbatch.jax._factored import _joining as joining
 from microbatch.jax._factored import _nonfinite as nonfinite
-from microbatch.jax._factored._context import Context, working_dtype
+from microbatch.jax._factored._context import Context
 from microbatch.jax._factored._registry import rule
 from microbatch.jax._factored._shapes import out_shape
 from microbatch.jax._factored._values import (
@@ -77,13 +77,8 @@ def integer_pow(ctx: Context, eqn, value: Value) -> Value | None:
     if not isinstance(value, Outer) or value.tokens != 1 or power < 1:
         return None
     # A factor's power may leave the range of a dtype that holds the product's.
-    wide = working_dtype(value.dtype)
-    return dataclasses.replace(
-        value,
-        lhs=value.lhs.astype(wide) ** power,
-        rhs=value.rhs.astype(wide) ** power,
-        scale=None if value.scale is None else value.scale**power,
-    )
+    value = algebra.balanced(value)
+    return dataclasses.replace(value, lhs=value.lhs**power, rhs=value.rhs**power)
 
 
 def product(left: Value, right: Value, dtype) -> Product | None:

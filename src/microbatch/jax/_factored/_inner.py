@@ -8,7 +8,6 @@ For ``G[b] = sum_c a[b, c] g[b, c]^T`` the inner product of two values is
 from itertools import pairwise
 
 import jax.numpy as jnp
-from jax import lax
 
 from microbatch.jax._factored import _algebra as algebra
 from microbatch.jax._factored import _joining as joining
@@ -138,19 +137,14 @@ def _inner_outers(ctx: Context, left: Outer, right: Outer, kept: tuple[int, ...]
     if ctx.dry:
         kept_shape = (shape[d] for d in kept)
         return jnp.zeros((ctx.batch_size, *kept_shape), working_dtype(left.dtype))
-    factors = [_normalised(x, left.num_stack) for x in (left.lhs, left.rhs)]
-    others = factors if same else [_normalised(x, right.num_stack) for x in (right.lhs, right.rhs)]
+    factors = [algebra.normalised(x, left.num_stack) for x in (left.lhs, left.rhs)]
+    others = [algebra.normalised(x, right.num_stack) for x in (right.lhs, right.rhs)]
+    others = factors if same else others
     (a, e1), (g, e2), (b, e3), (h, e4) = (*factors, *others)
     inside = "".join(n for n in lhs + rhs if n in out)
     total = _FORMS[form](a, g, b, h, stack, lhs, rhs, inside, left.precision)
-    total = _raised(total, e1 + e2 + e3 + e4)
+    total = _finish_pair(total, e1 + e2 + e3 + e4, left, right)
     total = jnp.einsum(f"{stack}b{inside}->b{out}", total)
-    for scale in (left.scale, right.scale):
-        if scale is not None:
-            total = total * algebra.per_example(scale.astype(total.dtype), total.ndim)
-    keep = algebra.both(left.keep, right.keep)
-    if keep is not None:
-        total = jnp.where(algebra.per_example(keep, total.ndim), total, 0)
     total = total.reshape(ctx.batch_size, *(shape[d] for d in kept))
     return _clamp(total) if same else total
 
@@ -243,15 +237,15 @@ def _inner_rows(ctx: Context, left: Rows, right: Rows):
     if left.table != right.table:
         return None
     dtype = working_dtype(left.dtype)
-    u, e1 = _normalised(left.update.astype(dtype), 0)
-    v, e2 = (u, e1) if left is right else _normalised(right.update.astype(dtype), 0)
+    u, e1 = algebra.normalised(left.update.astype(dtype), 0)
+    v, e2 = (u, e1) if left is right else algebra.normalised(right.update.astype(dtype), 0)
     u, v = (x.reshape(*x.shape[:2], -1) for x in (u, v))
     flops = 2.0 * u.shape[0] * u.shape[1] * v.shape[1] * u.shape[2]
     ctx.note(left, "norm" if left is right else "dot", "Gram", flops=flops)
     gram = jnp.einsum("bcx,bdx->bcd", u, v)
     meet = left.index[:, :, None] == right.index[:, None, :]
     total = jnp.sum(jnp.where(meet, gram, 0), (1, 2))
-    total = _finish_pair(_raised(total, e1 + e2), left, right)
+    total = _finish_pair(total, e1 + e2, left, right)
     return _clamp(total) if left is right else total
 
 
@@ -283,41 +277,38 @@ def _inner_outer_rows(ctx: Context, left: Outer, right: Rows):
     hit = jnp.take_along_axis(table.lhs, right.index[:, None, :], axis=2).astype(dtype)
     update = right.update.reshape(*right.update.shape[:2], -1).astype(dtype)
     rhs = table.rhs.reshape(*table.rhs.shape[:2], -1).astype(dtype)
+    (hit, e1), (update, e2), (rhs, e3) = (algebra.normalised(x, 0) for x in (hit, update, rhs))
     flops = 2.0 * rhs.shape[0] * rhs.shape[1] * update.shape[1] * rhs.shape[2]
     ctx.note(Sum((left, right)), "dot", "Gram", flops=flops)
     total = jnp.sum(hit * jnp.einsum("bcx,btx->bct", rhs, update), (1, 2))
-    return _finish_pair(total, left, right)
+    return _finish_pair(total, e1 + e2 + e3, left, right)
 
 
-def _finish_pair(total, left, right):
-    for value in (left, right):
-        total = algebra.finish(total, value.scale, value.keep, total.dtype)
-    return total
+def _finish_pair(total, exponent, left, right):
+    """``total [*stack, B, ..]`` times ``2 ** exponent [*stack, B]``, both scales, and zeros where a `keep` is False.
 
-
-def _normalised(factor, num_stack: int):
-    """The factor with its largest entry of each example in [1, 2), and the exponents ``[*stack, B]``.
-
-    Products of squares of very small or large factors would leave the range of the dtype although their
-    product would not.
+    All exponents are added before they are applied: what leaves the range of the dtype in between need not do so at
+    the end, as the norm of an exploding gradient that was scaled down.
     """
-    factor = factor.astype(working_dtype(factor.dtype))
-    lead = num_stack + 1
-    largest = jnp.max(
-        jnp.abs(lax.stop_gradient(factor)), tuple(range(lead, factor.ndim)), initial=0
-    )
-    exponent = jnp.frexp(largest)[1] - 1
-    usable = (largest > 0) & jnp.isfinite(largest)
-    exponent = jnp.where(usable, jnp.clip(exponent, -120, 120), 0).astype(factor.dtype)
-    scale = jnp.exp2(-exponent).reshape(exponent.shape + (1,) * (factor.ndim - lead))
-    return factor * scale, exponent
+    stack = exponent.ndim - 1
+    for value in (left, right):
+        if value.scale is not None:
+            scale, more = algebra.normalised(value.scale.astype(total.dtype), 0)
+            total, exponent = total * algebra.beside(scale, total, stack), exponent + more
+    total = _raised(total, exponent)
+    keep = algebra.both(left.keep, right.keep)
+    return total if keep is None else jnp.where(algebra.beside(keep, total, stack), total, 0)
 
 
 def _raised(total, exponent):
-    """``total [*stack, B, ..]`` times two to the power of ``exponent [*stack, B]``, in two halves that are in range."""
-    exponent = exponent.reshape(exponent.shape + (1,) * (total.ndim - exponent.ndim))
-    half = jnp.floor(exponent / 2)
-    return total * jnp.exp2(half) * jnp.exp2(exponent - half)
+    """``total [*stack, B, ..]`` times ``2 ** exponent [*stack, B]``, in quarters that are in range."""
+    most = 4 * (jnp.finfo(total.dtype).maxexp - 4)
+    exponent = jnp.clip(exponent, -most, most)
+    quarter = exponent // 4
+    for part in (quarter, quarter, quarter, exponent - 3 * quarter):
+        power = algebra.power_of_two(part, total.dtype)
+        total = total * power.reshape(power.shape + (1,) * (total.ndim - power.ndim))
+    return total
 
 
 def _atoms(shape: tuple[int, ...], flat: tuple[int, ...]) -> list[list[int]]:
