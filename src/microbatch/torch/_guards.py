@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from microbatch._errors import DistributedError, HookError, RowMixingError
-from microbatch.torch._discovery import Found
+from microbatch._errors import DistributedError, HookError, MicrobatchError, RowMixingError
+from microbatch.torch._discovery import Found, discover
 from microbatch.torch._internals import acts_after_gradient, acts_on_gradient, version_of
 
 _SMALL_BYTES = 1 << 20
@@ -175,6 +175,24 @@ class _Buffer:
         intact = self._value is not None or version_of(self._tensor) == self._version
         self._version = version_of(self._tensor)
         return intact
+
+
+def check_backward_fn(where: str, backward_fn: Callable[..., Any] | None) -> None:
+    """Refuses a `backward_fn` that divides the loss again."""
+    if backward_fn is None:
+        return
+    found = discover(backward_fn)
+    for name, item in [*found.objects, *found.modules.values()]:
+        if not callable(getattr(type(item), "backward", None)):
+            continue
+        steps = getattr(item, "gradient_accumulation_steps", 1)
+        steps = steps() if callable(steps) else steps
+        if isinstance(steps, int) and steps > 1:
+            raise MicrobatchError(
+                f"{where}: backward_fn uses {name}, a {type(item).__name__} that divides the loss by its "
+                f"gradient_accumulation_steps={steps} once more.\n"
+                "Set its gradient_accumulation_steps to 1: the weights here already divide by the whole batch."
+            )
 
 
 def _check_leaf(where: str, name: str, leaf: torch.Tensor) -> None:

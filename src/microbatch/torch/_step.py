@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from microbatch._errors import DistributedError, GraphError, MicrobatchError
+from microbatch._errors import DistributedError, GraphError
 from microbatch._trees import leaves_with_paths
 from microbatch.torch._aux import detach, join, unpack
 from microbatch.torch._carried import CarriedArguments
@@ -23,11 +23,12 @@ from microbatch.torch._distributed import (
     syncs,
     wrappers_of,
 )
-from microbatch.torch._exchange import Totals, sum_over, weigh
+from microbatch.torch._exchange import Totals, weigh
 from microbatch.torch._gradients import Restorer, WideSums
 from microbatch.torch._graph import connected_zero, reach_of
-from microbatch.torch._guards import Guard
+from microbatch.torch._guards import Guard, check_backward_fn
 from microbatch.torch._internals import version_of
+from microbatch.torch._losses import Losses
 from microbatch.torch._out_of_memory import is_out_of_memory, out_of_memory
 from microbatch.torch._reduction import Terms, scale, terms_of
 from microbatch.torch._sources import Options, Preparation, Source
@@ -38,9 +39,8 @@ from microbatch.torch._transfer import moved
 class _Run:
     """What the loop has got so far."""
 
+    losses: Losses
     index: int = 0
-    losses: dict[str | None, torch.Tensor] = field(default_factory=dict)
-    dtypes: dict[str | None, torch.dtype] = field(default_factory=dict)
     auxes: list[Any] = field(default_factory=list)
     hidden: bool = False
     """Whether leaves are used that were not found before the call."""
@@ -66,7 +66,7 @@ def step(
     """
     terms = terms_of(where, options.reduction, options.weight_fn)
     found = discover(loss_fn, given)
-    _check_backward_fn(where, options.backward_fn)
+    check_backward_fn(where, options.backward_fn)
     named = list(found.modules.values())
     wrappers = wrappers_of(where, named, options.sync_modules, options.process_group)
     for module in (*wrappers.ddp, *wrappers.fsdp):
@@ -124,13 +124,13 @@ class _Call:
 
     def run(self) -> tuple[Any, Any]:
         """The loop, with gradients put back and memory errors made plain when it fails."""
-        progress = _Run()
+        progress = _Run(Losses(self.where))
         restorer = Restorer(self.options.rollback)
         restorer.add(leaf for _, leaf in self.found.named_leaves())
         restorer.add(_leaves_behind(self.given))
         try:
             self._loop(progress, restorer)
-            losses = self._global_losses(progress)
+            losses = progress.losses.total(self.wrappers.groups, self.wrappers.device)
             aux = join(self.where, progress.auxes) if progress.auxes else None
         except BaseException as error:
             if self.wide is not None:
@@ -211,17 +211,11 @@ class _Call:
             output = self.loss_fn(*args)
         losses, aux = unpack(self.where, output, self.options.has_aux)
         keys = list(losses)
-        if not first and set(keys) != set(progress.losses):
-            raise MicrobatchError(
-                f"{self.where}: the loss of microbatch {index} has the keys {keys}, and those of earlier ones "
-                f"{list(progress.losses)}.\n"
-                "Return the same losses from every microbatch, for example zeros that depend on the parameters."
-            )
+        progress.losses.check_keys(keys, index)
         total: torch.Tensor | None = None
         for key, term in self.terms.of(self.where, keys).items():
             loss, factor = losses[key], self._scale(key, term, index)
-            progress.dtypes[key] = loss.dtype
-            _add(progress.losses, key, loss.detach().reshape(()), factor)
+            progress.losses.add(key, loss, factor)
             if factor:
                 factor *= self.wrappers.world
                 scaled = loss if factor == 1 else loss * factor
@@ -318,14 +312,6 @@ class _Call:
                     "Wrap the model with DistributedDataParallel(model, find_unused_parameters=True)."
                 )
 
-    def _global_losses(self, progress: _Run) -> Any:
-        keys = list(progress.losses)
-        summed = sum_over(
-            list(progress.losses.values()), self.wrappers.groups, self.wrappers.device
-        )
-        losses = {key: loss.to(progress.dtypes[key]) for key, loss in zip(keys, summed)}
-        return losses[None] if keys == [None] else losses
-
     def _out_of_memory(self, words: str, progress: _Run, restorer: Restorer) -> Exception:
         leaf = next((leaf for _, leaf in self.found.named_leaves()), None)
         grads = "Gradients are as before the call."
@@ -342,23 +328,6 @@ class _Call:
             grads=grads,
             distributed=bool(self.wrappers.groups),
         )
-
-
-def _check_backward_fn(where: str, backward_fn: Callable[..., Any] | None) -> None:
-    if backward_fn is None:
-        return
-    found = discover(backward_fn)
-    for name, item in [*found.objects, *found.modules.values()]:
-        if not callable(getattr(type(item), "backward", None)):
-            continue
-        steps = getattr(item, "gradient_accumulation_steps", 1)
-        steps = steps() if callable(steps) else steps
-        if isinstance(steps, int) and steps > 1:
-            raise MicrobatchError(
-                f"{where}: backward_fn uses {name}, a {type(item).__name__} that divides the loss by its "
-                f"gradient_accumulation_steps={steps} once more.\n"
-                "Set its gradient_accumulation_steps to 1: the weights here already divide by the whole batch."
-            )
 
 
 def _closure_words(where: str, name: str) -> str:
@@ -381,18 +350,3 @@ def _leaves_behind(given: Any) -> Iterable[torch.Tensor]:
 def _state(parameter: torch.Tensor) -> Any:
     grad = parameter.grad
     return None if grad is None else (id(grad), version_of(grad))
-
-
-def _add(
-    sums: dict[str | None, torch.Tensor], key: str | None, loss: torch.Tensor, factor: float
-) -> None:
-    """Adds a share of the batch's loss, held in float32 or wider; no share of weight 0, be it NaN."""
-    if key not in sums:
-        wide = torch.promote_types(loss.dtype, torch.float32)
-        sums[key] = (
-            torch.zeros((), dtype=wide, device=loss.device)
-            if not factor
-            else (loss.to(wide) * factor if factor != 1 else loss.to(wide, copy=True))
-        )
-    elif factor:
-        sums[key].add_(loss, alpha=factor)
