@@ -1,6 +1,7 @@
 """Planning in PyTorch: shapes against real runs, refusals, and that nothing of the user's changes."""
 
 import copy
+import gc
 import logging
 import os
 import subprocess
@@ -15,7 +16,7 @@ from torch import nn
 
 from microbatch._accumulation import AccumulationType
 from microbatch._errors import BatchError, BudgetError, MicrobatchError, PlanError
-from microbatch.torch import _memory, _simulation
+from microbatch.torch import _simulation
 from microbatch.torch._batch import batch_of
 from microbatch.torch._memory import resolve_auto
 from microbatch.torch._planning import plan
@@ -170,21 +171,116 @@ def test_vmapped_gradients_are_planned():
     assert predicted == pytest.approx(tracked.peak_bytes, rel=0.02)
 
 
+def counted_probes(monkeypatch):
+    """The sizes that are probed from here on."""
+    sizes = []
+    original = _simulation._Loop.peak_bytes
+    counting = lambda self, size: sizes.append(size) or original(self, size)
+    monkeypatch.setattr(_simulation._Loop, "peak_bytes", counting)
+    return sizes
+
+
+def keeping():
+    """A module that keeps what it computed last, as one that logs does."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            self.kept = self.layer(x).tanh()
+            return self.kept
+
+    return Net(), torch.randn(512, 64)
+
+
+def stepping():
+    """Each gradient is used and released in the backward pass."""
+    model, batch = used_twice()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    return model, batch
+
+
+def cyclic():
+    """What a microbatch made stays until garbage is collected."""
+    model, batch = used_twice()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            cycle = [self.model(x)]
+            cycle.append(cycle)
+            return cycle[0] * 1
+
+    return Net(), batch
+
+
+@pytest.mark.parametrize("make", [*MODELS, keeping, stepping], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make_optimizer", [None, torch.optim.AdamW], ids=["gradient", "step"])
+def test_sizes_that_share_a_loop_have_the_peaks_of_real_loops(make, make_optimizer):
+    torch.manual_seed(0)
+    model, batch = make()
+    rows = len(batch)
+    optimizer = make_optimizer and make_optimizer(model.parameters())
+    loss_fn = lambda x: model(x).square().mean()
+    # Large before small, the whole batch in between, and one that leaves a smaller last microbatch.
+    sizes = (rows // 2, rows // 8, rows, rows // 4, rows // 2 + 1)
+    with _simulation.fake_peaks(work_of(loss_fn, batch, optimizer=optimizer)) as peak_of:
+        found = [peak_of(size) for size in sizes]
+    vars(model).pop("kept", None)
+    assert all(p.grad is None for p in model.parameters())
+    for size, predicted in zip(sizes, found, strict=True):
+        if optimizer:
+            optimizer.state.clear()
+        real = hand_written_peak(loss_fn, model, batch, size, optimizer)
+        assert predicted == pytest.approx(real, rel=0.02), size
+
+
+def test_garbage_of_one_size_does_not_count_for_the_next():
+    model, batch = cyclic()
+    work = work_of(lambda x: model(x).square().mean(), batch)
+    gc.collect()
+    gc.disable()
+    try:
+        with _simulation.fake_peaks(work) as peak_of:
+            found = [peak_of(size) for size in (128, 8, 16)]
+        for size, shared in zip((128, 8, 16), found, strict=True):
+            gc.collect()
+            assert shared == _simulation.fake_peak(work, size)
+    finally:
+        gc.enable()
+
+
+def test_one_pass_for_each_size_and_one_for_the_gradients():
+    model, batch = mlp()
+    passes = []
+    loss_fn = lambda x: passes.append(len(x)) or model(x).square().mean()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = plan(loss_fn, memory_budget="2MiB", optimizer=optimizer)(batch)
+    assert (
+        len(passes) <= found.probes + 2
+    )  # once more after the whole batch, which adds no gradients
+
+
 def test_the_chosen_size_is_the_largest_and_takes_few_probes(monkeypatch):
     model, batch = mlp()
     loss_fn = lambda x: model(x).square().mean()
-    calls = []
-    original = _memory.fake_peak
-    monkeypatch.setattr(_memory, "fake_peak", lambda *a: calls.append(a) or original(*a))
+    calls = counted_probes(monkeypatch)
     found = plan(loss_fn, memory_budget="1MiB", remainder="error")(batch)
-    assert len(calls) == found.probes <= 4
+    assert len(calls) == len(set(calls)) == found.probes <= 4
     fitting = [
         s
         for s in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-        if original(work_of(loss_fn, batch), s) <= 2**20
+        if _simulation.fake_peak(work_of(loss_fn, batch), s) <= 2**20
     ]
     assert found.microbatch_size == max(fitting) < 512
-    assert found.predicted_bytes == original(work_of(loss_fn, batch), found.microbatch_size)
+    alone = _simulation.fake_peak(work_of(loss_fn, batch), found.microbatch_size)
+    assert found.predicted_bytes == alone
 
 
 def test_nothing_of_the_users_changes():
@@ -305,9 +401,7 @@ def test_time_measures_few_sizes_and_takes_the_fastest():
 
 def test_auto_is_remembered_by_what_the_function_is(monkeypatch, caplog):
     model, batch = mlp()
-    calls = []
-    original = _memory.fake_peak
-    monkeypatch.setattr(_memory, "fake_peak", lambda *a: calls.append(a) or original(*a))
+    calls = counted_probes(monkeypatch)
 
     def auto(x, scale, budget="1MiB"):
         loss_fn = lambda x: model(x).square().mean() * scale

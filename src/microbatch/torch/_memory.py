@@ -26,7 +26,7 @@ from microbatch._search import (
 )
 from microbatch.torch._batch import Batch
 from microbatch.torch._discovery import discover
-from microbatch.torch._simulation import Work, fake_peak, real_peak, run_once
+from microbatch.torch._simulation import Work, fake_peaks, real_peak, run_once
 
 # What shapes do not tell on CUDA: the libraries' workspaces, and what fragmentation wastes.
 CUDA_WORKSPACE_BYTES = 128 * 2**20
@@ -115,12 +115,9 @@ def plan_work(
     if probe:
         found = _probe_really(work, sizes, budget.bytes)
     else:
-
-        def bytes_of(size: int) -> int:
-            peak = fake_peak(work, size)
-            return peak + margin_bytes(peak, work.device)
-
-        found = search(bytes_of, rows, budget.bytes, sizes)
+        with fake_peaks(work) as peak_of:
+            with_margin = lambda peak: peak + margin_bytes(peak, work.device)
+            found = search(lambda size: with_margin(peak_of(size)), rows, budget.bytes, sizes)
     seconds = _measure(work, found, sizes) if time and found.microbatch_size is not None else None
     made = make_plan(
         found,

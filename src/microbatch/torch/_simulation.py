@@ -1,9 +1,11 @@
 """A few microbatches on fake tensors (or, when asked, on real ones), and the most bytes that were alive.
 
-Two microbatches are as good as all: gradients, accumulators and optimizer state are complete after the first.
+Gradients, accumulators and optimizer state are complete after the first microbatch, whatever its size. One more of each
+size that is asked for is then as good as all, unless something of a microbatch stays behind.
 """
 
 import contextlib
+import gc
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +27,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from microbatch._errors import PlanError
 from microbatch.torch._batch import Batch
 from microbatch.torch._discovery import Found, discover
-from microbatch.torch._graph import reach_of
 from microbatch.torch._tensors import carry_dtype
 from microbatch.torch._tracking import TensorBytes, tensor_bytes
 
@@ -57,35 +58,40 @@ class Work:
 
 def fake_peak(work: Work, size: int) -> int:
     """The peak bytes of `work` at microbatch size `size`, from shapes; nothing is allocated and nothing changes."""
-    with _faked(work) as (batch, optimizer, tracker):
-        _run(work, batch, size, optimizer, tracker)
-    return tracker.peak_bytes
+    with fake_peaks(work) as peak_of:
+        return peak_of(size)
+
+
+@contextlib.contextmanager
+def fake_peaks(work: Work) -> Iterator[Callable[[int], int]]:
+    """The same for any number of sizes, which share what does not depend on the size."""
+    with _faked(work) as loop:
+        yield loop.peak_bytes
 
 
 def real_peak(work: Work, size: int) -> int:
     """The same on the real tensors: it runs `fun`, and puts gradients, buffers and random state back."""
-    with _real(work) as (batch, optimizer, tracker), tracker:
-        tracker.hold(_resident(discover(work.fun, batch.args), work))
-        tracker.hold(tree_leaves(batch.args))
-        _run(work, batch, size, optimizer, tracker)
-    return tracker.peak_bytes
+    with _real(work) as loop, loop.tracker:
+        loop.tracker.hold(_resident(discover(work.fun, work.batch.args), work))
+        loop.tracker.hold(tree_leaves(work.batch.args))
+        return loop.peak_bytes(size)
 
 
 def run_once(work: Work, size: int) -> float:
     """Runs two microbatches for real, and says which share of the batch that was."""
-    with _real(work) as (batch, optimizer, tracker):
-        _run(work, batch, size, optimizer, tracker)
-    return min(2 * size, batch.batch_size) / batch.batch_size
+    with _real(work) as loop:
+        loop.run_once(size)
+    return min(2 * size, work.batch.batch_size) / work.batch.batch_size
 
 
 @contextlib.contextmanager
-def _faked(work: Work) -> Iterator[tuple[Batch, torch.optim.Optimizer | None, "_Tracker"]]:
+def _faked(work: Work) -> "Iterator[_Loop]":
     mode = FakeTensorMode()
     twins = _Twins(mode, work.device)
     tracker = _Tracker(work.device, twins)
     found = discover(work.fun, work.batch.args)
     try:
-        with kept(found, work), _unwrapped(found) as bucket_bytes, mode, tracker:
+        with kept(found, work) as leaves, _unwrapped(found) as bucket_bytes, mode, tracker:
             tracker.live_bytes += bucket_bytes
             tracker.hold(twins(t) for t in _resident(found, work))
             args = tree_map_only(torch.Tensor, twins, work.batch.args)
@@ -93,7 +99,8 @@ def _faked(work: Work) -> Iterator[tuple[Batch, torch.optim.Optimizer | None, "_
             with torch.compiler.set_stance("force_eager"):
                 # Steps act on twins, so the state that there is already may be used as it is.
                 optimizer = _clone(work.optimizer, lambda tensor: tensor)
-                yield Batch(args, work.batch.dims, work.batch.batch_size), optimizer, tracker
+                batch = Batch(args, work.batch.dims, work.batch.batch_size)
+                yield _Loop(work, batch, optimizer, tracker, leaves)
     except (DataDependentOutputException, DynamicOutputShapeException) as stop:
         raise PlanError(_stopped(work, str(stop.func), stop)) from None
     except RuntimeError as stop:
@@ -103,17 +110,17 @@ def _faked(work: Work) -> Iterator[tuple[Batch, torch.optim.Optimizer | None, "_
 
 
 @contextlib.contextmanager
-def _real(work: Work) -> Iterator[tuple[Batch, torch.optim.Optimizer | None, "_Tracker"]]:
+def _real(work: Work) -> "Iterator[_Loop]":
     found = discover(work.fun, work.batch.args)
     tracker = _Tracker(work.device, None)
     devices = [work.device] if work.device.type == "cuda" else []
     with (
-        kept(found, work),
+        kept(found, work) as leaves,
         _unwrapped(found) as bucket_bytes,
         torch.random.fork_rng(devices),
     ):
         tracker.live_bytes += bucket_bytes
-        yield work.batch, _clone(work.optimizer, torch.clone), tracker
+        yield _Loop(work, work.batch, _clone(work.optimizer, torch.clone), tracker, leaves)
 
 
 class _Twins:
@@ -156,55 +163,123 @@ class _Tracker(TensorBytes):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            # Autograd asks for it more often than it computes.
+            return args[0].fake_device
         if self.invents_numbers and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _run(
-    work: Work,
-    batch: Batch,
-    size: int,
-    optimizer: torch.optim.Optimizer | None,
-    tracker: _Tracker,
-) -> None:
-    pieces = [(i, min(i + size, batch.batch_size)) for i in range(0, batch.batch_size, size)][:2]
-    if work.backward is False:
-        _run_forward(work, batch, pieces, batch.batch_size > size)
-        return
-    buffers: dict[int, torch.Tensor] = {}
-    # The optimizer's state appears in the first step, and is there in every backward after it.
-    turns = pieces * 2 if optimizer is not None and len(pieces) == 1 else pieces
-    for turn, (start, stop) in enumerate(turns):
-        output = work.fun(*batch.rows(start, stop))
-        roots = losses(output)
-        if not roots and work.backward is None:
+class _Loop:
+    """The loop over microbatches, with the gradients and the optimizer state that are there from its first one on."""
+
+    def __init__(
+        self,
+        work: Work,
+        batch: Batch,
+        optimizer: torch.optim.Optimizer | None,
+        tracker: _Tracker,
+        leaves: list[torch.Tensor],
+    ) -> None:
+        given = [t for t in tree_leaves(batch.args) if _is_tensor(t)]
+        self.work = work
+        self.batch = batch
+        self.optimizer = optimizer
+        self.tracker = tracker
+        self.leaves = [*leaves, *(t for t in given if t.is_leaf and t.requires_grad)]
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.backward = work.backward
+        self.has_state = optimizer is None
+        self.has_gradients = False
+        # What the optimizer's step takes beyond what is alive after it.
+        self.step_bytes = 0
+
+    def peak_bytes(self, size: int) -> int:
+        """The most bytes that are alive at once where microbatches have `size` rows."""
+        pieces = self._pieces(size)
+        # Beside all microbatches but the first there are gradients, so where two are of this size the second counts.
+        accumulates = len(pieces) == 2 and pieces[1][1] - pieces[1][0] == size
+        incomplete = not self.has_state or (accumulates and not self.has_gradients)
+        if self.backward is not False and incomplete:
+            self._run(pieces[:1])
+            self._step()
+        turn = pieces[:1] if accumulates else pieces
+        if self.backward is not False and self._leaves_more(turn, clears=not accumulates):
+            # Something of a microbatch stays, and the next one of its size finds it there.
+            gc.collect()
+            self._leaves_more(turn, clears=not accumulates)
+            self._leaves_more(turn, clears=not accumulates)
+        if self.backward is False:
+            self.tracker.restart_peak()
+            _run_forward(self.work, self.batch, pieces)
+        return self.tracker.peak_bytes
+
+    def run_once(self, size: int) -> None:
+        """The first two microbatches, and the optimizer's step."""
+        pieces = self._pieces(size)
+        if self.backward is not False:
+            self._run(pieces)
+            self._step()
+        if self.backward is False:
+            _run_forward(self.work, self.batch, pieces)
+
+    def _pieces(self, size: int) -> list[tuple[int, int]]:
+        rows = self.batch.batch_size
+        return [(i, min(i + size, rows)) for i in range(0, rows, size)][:2]
+
+    def _leaves_more(self, pieces: list[tuple[int, int]], clears: bool) -> bool:
+        """Makes the peak that of `pieces`, and says whether other bytes are alive afterwards than were before."""
+        if clears:
+            self._clear()
+        before = self.tracker.live_bytes
+        self.tracker.restart_peak()
+        self._run(pieces)
+        peak = max(self.tracker.peak_bytes, self.tracker.live_bytes + self.step_bytes)
+        self.tracker.peak_bytes = peak
+        if clears:
+            self._clear()
+        return self.tracker.live_bytes != before
+
+    def _run(self, pieces: list[tuple[int, int]]) -> None:
+        """Forward, backward and accumulation; finds out whether `fun` is a loss, where that was not said."""
+        for start, stop in pieces:
+            output = self.work.fun(*self.batch.rows(start, stop))
+            roots = losses(output)
+            if not roots and self.backward is None:
+                self.backward = False
+                return
+            cotangents = None
+            if not roots:
+                roots = [t for t in tree_leaves(output) if _is_tensor(t) and t.requires_grad]
+                cotangents = [torch.ones_like(t) for t in roots]
             del output
-            tracker.restart_peak()
-            _run_forward(work, batch, pieces, batch.batch_size > size)
+            torch.autograd.backward(roots, cotangents)
+            del roots, cotangents
+            if self.work.accumulator_dtype is not None:
+                _move_gradients(self.leaves, self.buffers, self.work.accumulator_dtype)
+            self.has_gradients = True
+
+    def _step(self) -> None:
+        if self.optimizer is None or self.backward is False:
             return
-        cotangents = None
-        if not roots:
-            roots = [t for t in tree_leaves(output) if _is_tensor(t) and t.requires_grad]
-            cotangents = [torch.ones_like(t) for t in roots]
-        del output
-        leaves = list(reach_of(*roots).leaves.values())
-        torch.autograd.backward(roots, cotangents)
-        del roots, cotangents
-        if work.accumulator_dtype is not None:
-            _move_gradients(leaves, buffers, work.accumulator_dtype)
-        if turn == 0 and optimizer is not None:
-            tracker.invents_numbers = True
-            optimizer.step()
-            tracker.invents_numbers = False
-            if len(pieces) == 1:
-                optimizer.zero_grad()
+        self.tracker.restart_peak()
+        self.tracker.invents_numbers = True
+        self.optimizer.step()
+        self.tracker.invents_numbers = False
+        self.step_bytes = self.tracker.peak_bytes - self.tracker.live_bytes
+        self.has_state = True
+
+    def _clear(self) -> None:
+        self.has_gradients = False
+        self.buffers.clear()
+        for leaf in self.leaves:
+            leaf.grad = None
 
 
 @torch.no_grad()
-def _run_forward(
-    work: Work, batch: Batch, pieces: list[tuple[int, int]], accumulates: bool
-) -> None:
+def _run_forward(work: Work, batch: Batch, pieces: list[tuple[int, int]]) -> None:
+    accumulates = pieces[0][1] < batch.batch_size
     held: list[Any] = []
     for start, stop in pieces:
         outputs = [t for t in tree_leaves(work.fun(*batch.rows(start, stop))) if _is_tensor(t)]
@@ -296,8 +371,8 @@ def _resident(found: Found, work: Work) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def kept(found: Found, work: Work) -> Iterator[None]:
-    """Puts back `.grad` of every leaf and the modules' buffers (real runs change their values too)."""
+def kept(found: Found, work: Work) -> Iterator[list[torch.Tensor]]:
+    """Puts back `.grad` of every leaf and the modules' buffers (real runs change their values too); yields the leaves."""
     leaves = {id(t): t for _, t in found.named_leaves()}
     for group in work.optimizer.param_groups if work.optimizer is not None else ():
         leaves |= {id(p): p for p in group["params"]}
@@ -316,7 +391,7 @@ def kept(found: Found, work: Work) -> Iterator[None]:
     for leaf in leaves.values():
         leaf.grad = None
     try:
-        yield
+        yield list(leaves.values())
     finally:
         for key, leaf in leaves.items():
             leaf.grad = grads[key]
