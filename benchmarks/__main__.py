@@ -26,6 +26,8 @@ MODULES = {
     "torch_through": "benchmarks.torch_through",
     "torch_per_example": "benchmarks.torch_per_example",
     "torch_growth": "benchmarks.torch_growth",
+    "finding_a_size": "benchmarks.finding_a_size",
+    "planning": "benchmarks.planning",
 }
 RESULTS = Path(__file__).parent / "results.json"
 
