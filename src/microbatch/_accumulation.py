@@ -187,12 +187,9 @@ class Step(NamedTuple):
     first: bool = False
 
 
-NARROW = frozenset({"float16", "bfloat16"})
-
-
 def accumulates_wider(dtype_name: str) -> bool:
     """Whether sums of this dtype are held in float32: a hundred bfloat16 ones already lose count."""
-    return dtype_name in NARROW or dtype_name.startswith(("float8", "float4"))
+    return dtype_name.startswith(("float16", "bfloat16", "float8", "float4"))
 
 
 MEANS = (AccumulationType.MEAN, AccumulationType.RUNNING_MEAN)

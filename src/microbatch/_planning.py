@@ -21,7 +21,17 @@ MAX_ROWS = 14
 
 @dataclass(frozen=True)
 class Candidate:
-    """One size in a plan's table; `seconds` is None where it was not measured."""
+    """One size in a plan's table.
+
+    Attributes:
+      microbatch_size: rows in a microbatch.
+      num_microbatches: a shorter last one included.
+      tail: the rows of that one; 0 where all have equally many.
+      bytes: what the size needs, its margin included.
+      probed: whether that was looked up; else it is from the line through those that were.
+      fits: whether that is within the budget.
+      seconds: for the batch; None where it was not measured.
+    """
 
     microbatch_size: int
     num_microbatches: int

@@ -151,7 +151,9 @@ def interrupted(front, x, after):
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_stream_that_broke_off_continues_bit_for_bit(front, after, tmp_path):
+def test_a_stream_that_broke_off_continues_bit_for_bit(front, after, tmp_path, monkeypatch):
+    # Time stands still, so that every microbatch is saved.
+    monkeypatch.setattr("microbatch._checkpoint.time", SimpleNamespace(monotonic=lambda: 0.0))
     x = np.random.default_rng(0).normal(size=(11, 3))
     path = tmp_path / "state"
     scale = front.arrays(np.float64(0.3))
