@@ -11,10 +11,12 @@ from microbatch import (
     AccumulatorError,
     BatchError,
     Carry,
+    CheckpointError,
     EmptyStream,
     MicrobatchError,
     MicrobatchSizeError,
 )
+from microbatch._errors import BudgetError, PlanError
 from tests.laws.fronts import FRONTS
 
 MEAN, SUM, MAX = AccumulationType.MEAN, AccumulationType.SUM, AccumulationType.MAX
@@ -368,6 +370,51 @@ def test_a_word_that_is_no_choice(front, name, choices):
         2,
         **{name: "other"},
     )
+
+
+@pytest.mark.parametrize("options", [{"fun": None}, {"weight_fn": 3.0}, {"weight_fn": "rows"}])
+def test_what_is_no_function(front, options):
+    name, value = next(iter(options.items()))
+    advice = "Give a function." if name == "fun" else "Give a function, or leave it out."
+    sizes = {"argnums": 0, "microbatch_size": 2}
+    for transformation, given in (("microbatch", sizes), ("accumulate", {})):
+        with pytest.raises(MicrobatchError) as caught:
+            getattr(front.module, transformation)(**{"fun": rows, **given, **options})
+        what = f"{name}={value!r} is a {type(value).__name__}, not a function.\n{advice}"
+        assert str(caught.value).partition(": ")[2] == what
+
+
+@pytest.mark.parametrize("value", [3, None, ("x", 1)])
+def test_argnames_that_are_no_strings(front, value):
+    with pytest.raises(BatchError, match=r"argnames=.* holds .*\.\nUse strings\."):
+        front.microbatch(rows, 0, 2, argnames=value)
+
+
+def test_streams_that_are_none(front):
+    folded = front.module.accumulate(rows)
+    for value in (3, None):
+        with pytest.raises(BatchError, match=f"microbatches={value} cannot be iterated over"):
+            folded(microbatches=value)
+    with pytest.raises(CheckpointError, match="checkpoint=3 is not a path"):
+        folded(microbatches=[(front.arrays(np.ones(2)),)], checkpoint=3)
+    with pytest.raises(MicrobatchError, match="micro_batches_grads is a NoneType"):
+        front.module.gradient_accumulation(None, 2)
+
+
+def test_an_axis_to_reshape_that_is_no_integer(front):
+    with pytest.raises(BatchError, match="tree has '0' for its axis of rows"):
+        front.module.reshape_batch_axis(front.arrays(np.ones(4)), 2, axis="0")
+
+
+def test_budgets_and_candidates_that_are_none(front):
+    if front.name == "numpy":
+        pytest.skip("nothing to plan")
+    x = front.arrays(np.ones(4))
+    with pytest.raises(BudgetError, match=r"memory_budget=\[1\] is a list"):
+        front.microbatch(rows, 0, "auto", memory_budget=[1])(x)
+    for value in (2, "2"):
+        with pytest.raises(PlanError, match=f"candidates={value!r} is no sequence"):
+            front.module.plan(rows, 0, candidates=value)(x)
 
 
 def test_a_batch_argument_cannot_be_carried(front):

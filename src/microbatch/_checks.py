@@ -81,21 +81,66 @@ def check_choice(where: str, name: str, value: Any, choices: Sequence[Any]) -> A
     return value
 
 
-def as_argnums(where: str, argnums: Any) -> tuple[int, ...]:
-    """`argnums` as a tuple of ints."""
+def check_function(where: str, name: str, value: Any) -> None:
+    """Refuses what cannot be called."""
+    if not callable(value):
+        advice = "Give a function." if name == "fun" else "Give a function, or leave it out."
+        raise MicrobatchError(
+            f"{where}: {name}={value!r} is a {type(value).__name__}, not a function.\n{advice}"
+        )
+
+
+def check_places(where: str, name: str, axes: Sequence[Any]) -> None:
+    """Refuses entries of `name`, a tree with the axis of each output's examples, that are no integers."""
+    for axis in axes:
+        if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+            raise BatchError(
+                f"{where}: {name} holds {axis!r}, not an integer.\n"
+                f"Use {name}=0, or an integer for each part of the output."
+            )
+
+
+def check_place(where: str, name: str, axis: int, ndim: int) -> None:
+    """Refuses an axis of the examples that an output with them, of `ndim` axes, does not have."""
+    if not -ndim <= axis < ndim:
+        raise BatchError(
+            f"{where}: {name} puts the examples on axis {axis}, and the output with them has {ndim} "
+            f"ax{'i' if ndim == 1 else 'e'}s.\nUse {-ndim} to {ndim - 1}."
+        )
+
+
+def as_argnums(where: str, argnums: Any, name: str = "argnums") -> tuple[int, ...]:
+    """`argnums`, the argument `name`, as a tuple of ints."""
     items = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
     for item in items:
         if isinstance(item, bool) or not hasattr(item, "__index__"):
-            raise BatchError(
-                f"{where}: argnums={argnums!r} is not an integer or a sequence of integers.\n"
+            advice = (
                 "Name batch arguments by position, or use argnames."
+                if name == "argnums"
+                else "Name arguments by position."
+            )
+            raise BatchError(
+                f"{where}: {name}={argnums!r} is not an integer or a sequence of integers.\n{advice}"
             )
     return tuple(operator.index(item) for item in items)
 
 
+def as_positions(where: str, name: str, numbers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """`numbers`, the argument `name`, from 0, each an argument that a call with `count` passes by position."""
+    for number in numbers:
+        if not -count <= number < count:
+            raise BatchError(
+                f"{where}: {name} names argument {number}, and the call has {count} positional "
+                f"argument{'s' * (count != 1)}.\n"
+                "Pass it by position, and give its number."
+            )
+    return tuple(number % count for number in numbers)
+
+
 def as_argnames(where: str, argnames: Any) -> tuple[str, ...]:
     """`argnames` as a tuple of strings."""
-    items = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    items = tuple(argnames) if isinstance(argnames, Iterable) else (argnames,)
+    items = (argnames,) if isinstance(argnames, str) else items
     for item in items:
         if not isinstance(item, str):
             raise BatchError(f"{where}: argnames={argnames!r} holds {item!r}.\nUse strings.")

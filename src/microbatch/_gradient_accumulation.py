@@ -21,6 +21,11 @@ def first_gradients(
       accumulation_steps: K, how many count.
       leaves_of: the leaves of a tree, each with its path, which starts with the given name.
     """
+    if not isinstance(micro_batches_grads, Iterable):
+        raise MicrobatchError(
+            f"{_WHERE}: micro_batches_grads is a {type(micro_batches_grads).__name__}.\n"
+            "Give a list with one gradient per microbatch."
+        )
     gradients = list(micro_batches_grads)
     if not gradients:
         raise MicrobatchError(

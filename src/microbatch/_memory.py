@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from microbatch._errors import BudgetError
 
@@ -62,14 +63,19 @@ def resolve_budget(
             )
         origin = f"{share:.0%} of {format_bytes(total_bytes)} on {device}"
         return Budget(int(share * total_bytes), origin)
-    if isinstance(memory_budget, bool) or not isinstance(memory_budget, (int, str)):
-        raise BudgetError(
-            f"{where}: memory_budget={memory_budget!r} is a {type(memory_budget).__name__}.\n{_WAYS}"
-        )
+    check_budget(memory_budget, where)
     budget = memory_budget if isinstance(memory_budget, int) else _size(memory_budget, where)
     if budget <= 0:
         raise BudgetError(f"{where}: memory_budget={memory_budget!r} is not positive.\n{_WAYS}")
     return Budget(budget, "given")
+
+
+def check_budget(memory_budget: Any, where: str) -> None:
+    """Refuses what is no number of bytes, no text and not None."""
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, (int, str, type(None))):
+        raise BudgetError(
+            f"{where}: memory_budget={memory_budget!r} is a {type(memory_budget).__name__}.\n{_WAYS}"
+        )
 
 
 def refuse_unused(memory_budget: int | str | None, where: str) -> None:

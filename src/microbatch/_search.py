@@ -5,9 +5,12 @@ answer is probed too. Where three probes are not on a line, the bracket around t
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from microbatch._checks import check_size
+from microbatch._errors import PlanError
 from microbatch._splitting import divisors
 
 # Two figures that differ by less are taken as equal: the promise on predictions.
@@ -33,6 +36,35 @@ class Search:
     probed: Mapping[int, int]
     line: Line
     affine: bool
+
+
+def sizes_of(where: str, rows: int, candidates: Any, *, remainder: bool) -> tuple[int, ...]:
+    """The sizes to consider: those that were given and suit the batch, or all that are worth it."""
+    if candidates is None:
+        return candidate_sizes(max(rows, 1), remainder=remainder)
+    if not isinstance(candidates, Iterable) or isinstance(candidates, str):
+        raise PlanError(
+            f"{where}: candidates={candidates!r} is no sequence.\n"
+            "Give a sequence of microbatch sizes, for example candidates=(16, 32)."
+        )
+    given = {check_size(where, "candidates", size) for size in candidates}
+    usable = tuple(sorted(s for s in given if s <= rows and (remainder or rows % s == 0)))
+    if not usable:
+        raise PlanError(
+            f"{where}: none of candidates={tuple(sorted(given))!r} divides the batch of {rows} rows.\n"
+            'Give sizes that do, or remainder="allow".'
+        )
+    return usable
+
+
+def refuse_sizes(where: str, options: Mapping[str, Any]) -> None:
+    """A size among the options of a plan, which is to find it."""
+    for name in ("microbatch_size", "num_microbatches"):
+        if name in options:
+            raise PlanError(
+                f"{where}: {name} is given, and a plan finds it.\n"
+                "Leave it out, or name the only sizes to consider in candidates."
+            )
 
 
 def candidate_sizes(batch_size: int, *, remainder: bool) -> tuple[int, ...]:

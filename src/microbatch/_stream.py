@@ -13,7 +13,7 @@ from microbatch._checkpoint import (
     leaves_digest,
     leaves_words,
 )
-from microbatch._errors import AccumulatorError, BatchError, EmptyStream
+from microbatch._errors import AccumulatorError, BatchError, CheckpointError, EmptyStream
 from microbatch._outputs import check_can_weigh
 
 
@@ -136,6 +136,7 @@ def fold_stream(
 ) -> Any:
     """Folds the microbatches into `stream`; past those that the file at `path` holds already."""
     where = stream.settings.where
+    _check_given(where, microbatches, path)
     checkpoint: Checkpoint | None = None
     saved: Progress | None = None
     for element in microbatches:
@@ -167,6 +168,19 @@ def fold_stream(
         stream.wait(result)
         checkpoint.remove()
     return result
+
+
+def _check_given(where: str, microbatches: Any, path: Any) -> None:
+    if not isinstance(microbatches, Iterable) and not hasattr(microbatches, "__getitem__"):
+        raise BatchError(
+            f"{where}: microbatches={microbatches!r} cannot be iterated over.\n"
+            "Give a list, a generator or a loader of microbatches, each a tuple of arrays."
+        )
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            f"{where}: checkpoint={path!r} is not a path.\n"
+            'Give the name of a file, for example checkpoint="state.safetensors".'
+        )
 
 
 def identity_of(

@@ -10,7 +10,7 @@ import pytest
 
 from microbatch import AccumulationType as Kind
 from microbatch import AccumulatorError, BatchError
-from microbatch.jax import Accumulator, Carry, micro_grad, micro_vmap
+from microbatch.jax import Accumulator, Carry, micro_grad, micro_vmap, microbatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -348,3 +348,74 @@ def test_refusals_name_the_way_out():
         micro_grad(loss, engine="banana")
     with pytest.raises(ValueError, match=r"micro_grad\(loss\): x has 12 rows"):
         micro_grad(loss, batch_argnums=(1, 2), microbatch_size=5)(W, X, Y)
+
+
+TOTAL = lambda w, x: jnp.sum((x * w) ** 2)
+ROWS = jnp.ones((4, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"argnums": 5}, "argnums names argument 5, and the call has 2 positional arguments"),
+        ({"argnums": "w"}, "argnums='w' is not an integer"),
+        ({"argnums": None}, "argnums=None is not an integer"),
+        ({"argnums": 0.0}, "argnums=0.0 is not an integer"),
+        ({"argnums": ()}, r"argnums=\(\) differentiates nothing"),
+        ({"batch_argnums": "x"}, "batch_argnums='x' is not an integer"),
+        ({"key_argnums": "k"}, "key_argnums='k' is not an integer"),
+        ({"key_argnums": 7}, "key_argnums names argument 7"),
+        ({"key_argnums": 0}, r"args\[0\], a float32\[3\], which is no random key"),
+        ({"key_argnums": -1}, r"key_argnums names args\[1\], which is mapped"),
+        ({"has_aux": True}, r"has_aux=True, and the function returned a float32\[\]"),
+        ({"transform_fn": None}, "transform_fn=None is a NoneType, not a function"),
+        ({"transform_fn": lambda g: "a"}, r"output\[0\] is a str, which cannot be accumulated"),
+        ({"metrics_fn": "norm"}, "metrics_fn='norm' is a str, not a function"),
+        (
+            {"weight_fn": lambda w, x: None},
+            "weight_fn returned a NoneType.\nReturn one real number",
+        ),
+        (
+            {"fun": lambda w, x: (TOTAL(w, x), x)},
+            "is a tuple, not one real number.\nReturn .*has_aux",
+        ),
+        ({"fun": lambda w, x: x * w}, r"is a float32\[1, 3\], not one real number.\nReduce it"),
+        ({"fun": lambda w, x: None}, "is a NoneType, not one real number"),
+        ({"fun": 3}, "fun=3 is a int, not a function"),
+    ],
+)
+def test_wrong_words_to_micro_grad_are_refused_by_name(options, words):
+    with pytest.raises(ValueError, match=words):
+        micro_grad(**{"fun": TOTAL, "microbatch_size": 2, **options})(jnp.ones(3), ROWS)
+
+
+def test_parameters_without_a_gradient_are_refused_with_their_path():
+    fun = lambda w, x: jnp.sum(x * w["n"])
+    with pytest.raises(BatchError, match=r"args\[0\]\['n'\], a int32\[3\], which has no gradient"):
+        micro_grad(fun)({"n": jnp.arange(3)}, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"out_axes": None}, "out_axes holds None, not an integer.\nUse out_axes=0"),
+        ({"out_axes": "0"}, "out_axes holds '0', not an integer"),
+        ({"out_axes": 1.0}, "out_axes holds 1.0, not an integer"),
+        ({"out_axes": 7}, "on axis 7, and the output with them has 2 axes.\nUse -2 to 1"),
+        ({"out_axes": (0, 1)}, "is not a prefix of the output"),
+        ({"vmap_fn": "vmap"}, "vmap_fn='vmap' is a str, not a function"),
+        ({"weight_fn": "rows"}, "weight_fn='rows' is a str, not a function"),
+        ({"fun": lambda x: {"a": "b"}}, r"output\['a'\] is a str, which cannot be accumulated"),
+        ({"accumulator_dtype": "banana"}, "accumulator_dtype='banana' is not a floating-point"),
+    ],
+)
+def test_wrong_words_to_micro_vmap_are_refused_by_name(options, words):
+    with pytest.raises(ValueError, match=words):
+        micro_vmap(**{"fun": lambda x: x, "microbatch_size": 2, **options})(ROWS)
+
+
+def test_what_is_no_key_of_a_microbatch_is_refused():
+    with pytest.raises(
+        BatchError, match=r"key_argnums names args\[0\], a float32\[3\], which is no"
+    ):
+        microbatch(TOTAL, 1, 2, key_argnums=0)(jnp.ones(3), ROWS)

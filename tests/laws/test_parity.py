@@ -1,9 +1,11 @@
 """The same word means the same thing in each front: signatures, with exactly the exceptions of the contract."""
 
+import importlib
 import inspect
 
 import pytest
 
+from microbatch import MicrobatchError
 from tests.laws.fronts import FRONTS
 
 RENAMED = {"torch": {"in_dims": "in_axes"}}
@@ -87,3 +89,44 @@ def test_the_accumulators_are_the_same_objects(front):
 def test_all_that_is_public_is_documented(front):
     for name in front.module.__all__:
         assert inspect.getdoc(getattr(front.module, name)), name
+
+
+class Stop(Exception):
+    """Raised in the place of `microbatch`, with what it was called with."""
+
+
+PLANNED = ("fun", "argnums", "microbatch_size", "num_microbatches", "accumulator", "memory_budget")
+
+
+@pytest.mark.parametrize(("name", "module"), [("plan", "_planning"), ("verify", "_verification")])
+def test_plan_and_verify_hand_every_option_to_microbatch(front, name, module, monkeypatch):
+    """Which refuses what it does not have; a size is theirs to find, or to be told."""
+    if front.name == "numpy":
+        pytest.skip("nothing to plan or to verify")
+    transformation, size = (
+        getattr(front.module, name),
+        {"plan": {}, "verify": {"microbatch_size": 2}},
+    )
+    options = [p.name for p in inspect.signature(front.module.microbatch).parameters.values()]
+
+    def stop(fun, argnums, microbatch_size, accumulator, **options):
+        raise Stop(options)
+
+    where = importlib.import_module(f"{front.module.__name__}.{module}")
+    with monkeypatch.context() as patched:
+        patched.setattr(where, "microbatch", stop)
+        for option in (o for o in options if o not in PLANNED):
+            value = "allow" if option == "remainder" else object()
+            with pytest.raises(Stop) as caught:
+                transformation(sum, 0, **size[name], **{option: value})
+            assert caught.value.args[0][option] is value
+    with pytest.raises(TypeError, match="'banana'"):
+        transformation(sum, 0, **size[name], banana=1)
+
+
+@pytest.mark.parametrize("option", ["microbatch_size", "num_microbatches"])
+def test_a_plan_is_not_told_the_size_that_it_finds(front, option):
+    if front.name == "numpy":
+        pytest.skip("nothing to plan")
+    with pytest.raises(MicrobatchError, match=f"{option} is given, and a plan finds it"):
+        front.module.plan(sum, 0, **{option: 2})

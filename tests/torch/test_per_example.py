@@ -368,3 +368,25 @@ def test_a_loss_of_one_element_is_a_number_per_example(engine):
     w, x = torch.ones(3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
     found, aux = micro_grad(lambda w, x: x @ w, microbatch_size=2, engine=engine)(w, x)
     assert found.tolist() == [4.0, 4.0, 4.0] and aux.values.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"out_dims": "0"}, "out_dims holds '0', not an integer"),
+        ({"out_dims": 1.0}, "out_dims holds 1.0, not an integer"),
+        ({"out_dims": 7}, "on axis 7, and the output with them has 2 axes.\nUse -2 to 1"),
+        ({"in_dims": "0"}, "has '0' for its axis of rows"),
+        ({"weight_fn": "rows"}, "weight_fn='rows' is a str, not a function"),
+        ({"fun": None}, "fun=None is a NoneType, not a function"),
+    ],
+)
+def test_wrong_words_to_micro_vmap_are_refused_by_name(options, words):
+    with pytest.raises(MicrobatchError, match=words):
+        micro_vmap(**{"fun": lambda x: x, "microbatch_size": 2, **options})(torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("name", ["transform_fn", "metrics_fn"])
+def test_what_is_no_function_of_a_gradient_is_refused(name):
+    with pytest.raises(MicrobatchError, match=f"{name}=None is a NoneType, not a function"):
+        micro_grad(lambda w, x: (w * x).sum(), **{name: None})

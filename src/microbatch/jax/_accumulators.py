@@ -144,8 +144,13 @@ def carry_dtype(kind: AccumulationType, dtype: Any, override: Any = None) -> Any
 
 def checked_dtype(where: str, dtype: Any) -> Any:
     """`accumulator_dtype` as a dtype that can hold means; None stays None."""
-    if dtype is None or jnp.issubdtype(dtype, jnp.floating):
-        return None if dtype is None else jnp.dtype(dtype)
+    if dtype is None:
+        return None
+    try:
+        if jnp.issubdtype(dtype, jnp.floating):
+            return jnp.dtype(dtype)
+    except TypeError:
+        pass  # no dtype at all
     raise AccumulatorError(
         f"{where}: accumulator_dtype={dtype!r} is not a floating-point dtype.\n"
         "Use for example accumulator_dtype=jnp.float32."
@@ -162,15 +167,19 @@ def init(output: Output, split: Split) -> Any:
 
 
 def update(
-    output: Output, split: Split, carry: Any, values: Sequence[Any], at: Moment, *, tail: bool
+    output: Output, split: Split | None, carry: Any, values: Sequence[Any], at: Moment, *, tail: bool
 ) -> Any:
-    """The carry with the values of one microbatch added; `tail` tells that it is the last, smaller one."""
+    """The carry with the values of one microbatch added; `tail` tells that it is the last, smaller one.
+
+    Only CONCAT needs the split.
+    """
     if isinstance(output.kind, Accumulator):
         weight = {} if not output.kind.takes_weight else {"weight": _weight(at)}
         value = jax.tree.unflatten(output.treedef, values)
         return output.kind.update(carry, value, at.index, **weight)
     (value,) = values
     if output.kind is CONCAT:
+        assert split is not None
         rows = output.rows(split)
         return put_tail(carry, value, rows) if tail else put(carry, value, rows, at.index)
     return RULES[output.kind].update(carry, value, at.weight, at.total)
@@ -200,7 +209,13 @@ def cast(value: jax.Array, dtype: Any) -> jax.Array:
 
 def as_weight(where: str, value: Any, per: str = "microbatch") -> jax.Array:
     """What a `weight_fn` returned, as a float; refused unless it is one real number."""
-    value = jnp.asarray(value)
+    try:
+        value = jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise MicrobatchError(
+            f"{where}: weight_fn returned a {type(value).__name__}.\n"
+            f"Return one real number per {per}, for example mask.sum()."
+        ) from None
     is_a = functools.partial(jnp.issubdtype, value.dtype)
     real = is_a(jnp.bool_) or (is_a(jnp.number) and not is_a(jnp.complexfloating))
     if value.shape != () or not real:

@@ -110,6 +110,9 @@ def flatten_call(
     taken = {*axis_of, *(i for places in states for i in places)}
     shared = tuple(i for i, leaf in enumerate(leaves) if i not in taken and is_array(leaf))
     key_places = {slot.key for slot in keys}
+    for (path, leaf), key in zip(paths, place, strict=True):
+        if key in key_places:
+            check_key(where, jax.tree_util.keystr(path[1:]), leaf)
     return Call(
         leaves=leaves,
         treedef=treedef,
@@ -119,6 +122,19 @@ def flatten_call(
         shared=shared,
         keys=tuple(k for k, i in enumerate(shared) if place[i] in key_places),
     )
+
+
+def check_key(where: str, path: str, leaf: Any) -> None:
+    """Refuses what `key_argnums` names and is no single random key, of either kind; `path` is among the arguments."""
+    dtype: Any = getattr(leaf, "dtype", None)
+    shape: Any = getattr(leaf, "shape", None)
+    new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (shape == () if new else dtype == jnp.uint32 and len(shape) == 1):
+        words = type(leaf).__name__ if dtype is None else f"{dtype}{list(shape)}"
+        raise BatchError(
+            f"{where}: key_argnums names args{path}, a {words}, which is no random key.\n"
+            "Pass jax.random.key(seed) there, or take it out of key_argnums."
+        )
 
 
 def is_array(leaf: Any) -> bool:

@@ -17,11 +17,20 @@ from microbatch._accumulation import (
     as_accumulator,
     is_accumulator,
 )
-from microbatch._checks import batch_size_of, check_choice, locate, signature_of
+from microbatch._checks import (
+    as_positions,
+    batch_size_of,
+    check_choice,
+    check_function,
+    check_place,
+    check_places,
+    locate,
+    signature_of,
+)
 from microbatch._errors import AccumulatorError, BatchError
 from microbatch._splitting import make_split
 from microbatch.jax._accumulators import CONCAT, SUM, as_weight, highest, lowest
-from microbatch.jax._binding import batch_leaves
+from microbatch.jax._binding import batch_leaves, check_key
 from microbatch.jax._factored import Explanation, evaluate, explain
 from microbatch.jax._microbatch import run
 from microbatch.jax._options import Options, checked
@@ -59,7 +68,11 @@ def check(spec: Spec) -> None:
     where = spec.where
     check_choice(where, "engine", spec.engine, ("auto", "factored", "vmap"))
     check_choice(where, "norms", spec.norms, ("gram", "safe"))
-    moved = any(axis != 0 for axis in jax.tree.leaves(spec.out_axes))
+    if spec.weight_fn is not None:
+        check_function(where, "weight_fn", spec.weight_fn)
+    places = jax.tree.leaves(spec.out_axes, is_leaf=lambda axis: axis is None)
+    check_places(where, "out_axes", places)
+    moved = any(axis != 0 for axis in places)
     kinds = accumulators_of(where, spec.accumulator)
     if moved and any(kind is not CONCAT for kind in kinds):
         raise AccumulatorError(
@@ -98,7 +111,7 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         rows = kwargs.pop(ROW_INDEX, None)
         weights = weights_of(args, kwargs) if weighted else None
         out = _on_examples(spec, rows, args, kwargs, in_axes, weights, kinds, dtypes)
-        return (out, jnp.sum(weights)) if weighted else out
+        return out if weights is None else (out, jnp.sum(weights))
 
     def any_weight(*args: Any, **kwargs: Any) -> jax.Array:
         return jnp.count_nonzero(weights_of(args, kwargs))
@@ -107,6 +120,7 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if spec.key_argnums:
         kwargs = {**kwargs, ROW_INDEX: jnp.arange(size)}
     whole = spec.options["microbatch_size"] is None and spec.options["num_microbatches"] is None
+    single: dict[str, Any] = {"num_microbatches": 1} if whole else {}
     # One's own accumulator begins and ends, of a single microbatch, too.
     custom = any(isinstance(kind, Accumulator) for kind in jax.tree.leaves(kinds))
     if whole and not custom:
@@ -123,12 +137,12 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             weight_fn=any_weight if weighted else None,
             key_argnums=(),
             checkpoint_policy=None,
-            **(spec.options | ({"num_microbatches": 1} if whole else {})),
+            **(spec.options | single),
         )
         out = run(reduced, checked(options, declared=False), args, kwargs)
     if weighted:
         out = _divided(kinds, *out)
-    return _moved(spec.out_axes, jax.tree.map(_narrowed, kinds, out, *dtypes))
+    return _moved(spec, jax.tree.map(_narrowed, kinds, out, *dtypes))
 
 
 def _on_examples(
@@ -190,12 +204,11 @@ def _mapped(
     """
 
     kinds = accumulators_of(spec.where, spec.accumulator)
+    keys = _keys(spec, args, in_axes)
 
     def example(row: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         folded = lambda key: jax.random.fold_in(key, row)
-        args = tuple(
-            jax.tree.map(folded, a) if i in spec.key_argnums else a for i, a in enumerate(args)
-        )
+        args = tuple(jax.tree.map(folded, a) if i in keys else a for i, a in enumerate(args))
         out = evaluated(spec.where, spec.fun, args, kwargs)
         dtypes[:] = [jax.tree.map(lambda x: jnp.asarray(x).dtype, out)]
         for kind, part in zip(kinds, matched(spec.where, spec.accumulator, *dtypes), strict=True):
@@ -269,12 +282,41 @@ def _narrowed(kind: Any, part: Any, dtypes: Any) -> Any:
     return jax.tree.map(own, part, dtypes)
 
 
-def _moved(out_axes: Any, out: Any) -> Any:
+def _moved(spec: Spec, out: Any) -> Any:
     """CONCAT's examples from axis 0 to where they were asked for."""
-    if not any(axis != 0 for axis in jax.tree.leaves(out_axes)):
+    axes, treedef = jax.tree.flatten(spec.out_axes)
+    if not any(axes):
         return out
-    move = lambda axis, part: jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), part)
-    return jax.tree.map(move, out_axes, out)
+    try:
+        parts = treedef.flatten_up_to(out)
+    except ValueError as error:
+        raise BatchError(
+            f"{spec.where}: out_axes={spec.out_axes!r} is not a prefix of the output, a tree {jax.tree.structure(out)}.\n"
+            "Give one axis for the whole output, or one per part of it."
+        ) from error
+
+    def move(axis: int, x: jax.Array) -> jax.Array:
+        check_place(spec.where, "out_axes", axis, x.ndim)
+        return jnp.moveaxis(x, 0, axis)
+
+    return treedef.unflatten(
+        jax.tree.map(functools.partial(move, axis), part)
+        for axis, part in zip(axes, parts, strict=True)
+    )
+
+
+def _keys(spec: Spec, args: tuple[Any, ...], in_axes: tuple[Any, ...]) -> tuple[int, ...]:
+    """Which positional arguments are keys, each one for all examples."""
+    keys = as_positions(spec.where, "key_argnums", spec.key_argnums, len(args))
+    for i in keys:
+        if jax.tree.leaves(in_axes[i]):
+            raise BatchError(
+                f"{spec.where}: key_argnums names args[{i}], which is mapped over examples.\n"
+                "Give it None for its axis, or take it out of key_argnums: keys that are mapped need no folding."
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[i]):
+            check_key(spec.where, f"[{i}]{jax.tree_util.keystr(path)}", leaf)
+    return keys
 
 
 def _axes_per_argument(spec: Spec, count: int) -> tuple[Any, ...]:

@@ -10,7 +10,13 @@ import numpy as np
 from microbatch._checks import Slot
 from microbatch._errors import BudgetError, MicrobatchError, PlanError
 from microbatch._identity import Recent, function_key
-from microbatch._memory import Budget, host_memory_bytes, refuse_unused, resolve_budget
+from microbatch._memory import (
+    Budget,
+    check_budget,
+    host_memory_bytes,
+    refuse_unused,
+    resolve_budget,
+)
 from microbatch._planning import Plan, logger, lower_to, make_plan
 from microbatch._search import candidate_sizes, halvings, search
 from microbatch.jax._binding import argument_of
@@ -130,6 +136,7 @@ def resolve_auto(
     if not (isinstance(microbatch_size, str) and microbatch_size == "auto"):
         refuse_unused(memory_budget, where)
         return microbatch_size
+    check_budget(memory_budget, where)
     if batch_size == 0:
         return 1
     leaves, treedef = jax.tree.flatten((args, kwargs))

@@ -13,6 +13,7 @@ from microbatch._checks import (
     as_argnames,
     as_argnums,
     batch_size_of,
+    check_function,
     locate,
     name_of,
     per_argument,
@@ -139,6 +140,7 @@ def microbatch(
     (7.5, 15.0)
     """
     where = f"microbatch({name_of(fun)})"
+    check_function(where, "fun", fun)
     options = Options(
         where=where,
         signature=signature_of(fun),
@@ -153,7 +155,7 @@ def microbatch(
         remainder=remainder,
         weight_fn=weight_fn,
         accumulator_dtype=accumulator_dtype,
-        key_argnums=as_argnums(where, key_argnums),
+        key_argnums=as_argnums(where, key_argnums, "key_argnums"),
         differentiate=differentiate,
         checkpoint_policy=checkpoint_policy,
         mesh=mesh,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from microbatch._accumulation import Accumulator, Carry
-from microbatch._checks import check_choice, check_declared, check_size
+from microbatch._checks import check_choice, check_declared, check_function, check_size
 from microbatch._errors import MicrobatchError, MicrobatchSizeError
 from microbatch._splitting import Auto, Order, Remainder, Split
 from microbatch.jax._accumulators import checked_dtype
@@ -49,11 +49,14 @@ class Options:
 def checked(options: Options, *, declared: bool = True) -> Options:
     """Refuses what can be refused without a call; `declared`: the batch arguments are declared on `fun` itself."""
     where = options.where
+    for name in ("weight_fn", "checkpoint_policy"):
+        if getattr(options, name) is not None:
+            check_function(where, name, getattr(options, name))
     if options.microbatch_size is not None and options.num_microbatches is not None:
         raise MicrobatchSizeError(
             f"{where}: microbatch_size and num_microbatches are both given.\nGive one of them."
         )
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for name in ("microbatch_size", "num_microbatches"):
         value = getattr(options, name)
         is_auto = name == "microbatch_size" and isinstance(value, str) and value == "auto"

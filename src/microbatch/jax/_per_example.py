@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from microbatch._checks import as_argnums, name_of
-from microbatch._errors import BatchError
+from microbatch._checks import as_argnums, as_positions, check_function, name_of
+from microbatch._errors import BatchError, MicrobatchError
 from microbatch._splitting import Auto, Order, Remainder
 from microbatch.jax._accumulators import CONCAT, SUM
 from microbatch.jax._differentiate import Differentiate
@@ -89,15 +89,18 @@ def micro_vmap(
     >>> micro_vmap(lambda x: x**2, microbatch_size=2)(jnp.arange(4)).tolist()
     [0, 1, 4, 9]
     """
+    where = f"micro_vmap({name_of(fun)})"
+    for name, value in (("fun", fun), ("vmap_fn", vmap_fn)):
+        check_function(where, name, value)
     spec = Spec(
-        where=f"micro_vmap({name_of(fun)})",
+        where=where,
         fun=fun,
         in_axes=in_axes,
         out_axes=out_axes,
         vmap_fn=vmap_fn,
         accumulator=accumulator,
         weight_fn=weight_fn,
-        key_argnums=as_argnums(f"micro_vmap({name_of(fun)})", key_argnums),
+        key_argnums=as_argnums(where, key_argnums, "key_argnums"),
         engine=engine,
         norms=norms,
         options={
@@ -194,14 +197,20 @@ def micro_grad(
     ([-3.0], [14.0], [0.0, 2.0, 8.0, 18.0], [0.0, 2.0, 4.0, 6.0])
     """
     where = f"micro_grad({name_of(fun)})"
-    batch = as_argnums(where, batch_argnums)
+    for name, value in (("fun", fun), ("transform_fn", transform_fn), ("metrics_fn", metrics_fn)):
+        check_function(where, name, value)
+    batch = as_argnums(where, batch_argnums, "batch_argnums")
     if not batch or min(batch) < 0:
         raise BatchError(
             f"{where}: batch_argnums={batch_argnums!r} names no positional argument.\n"
             "Give one or more numbers from 0."
         )
-    with_aux = fun if has_aux else _with_no_aux(fun)
-    value_and_grad = jax.value_and_grad(with_aux, argnums, has_aux=True)
+    numbers = as_argnums(where, argnums)
+    if not numbers:
+        raise BatchError(f"{where}: argnums=() differentiates nothing.\nGive one or more numbers.")
+    given = numbers if isinstance(argnums, Sequence) else numbers[0]
+    with_aux = functools.partial(_loss_and_aux, where, fun, has_aux)
+    value_and_grad = jax.value_and_grad(with_aux, given, has_aux=True)
 
     def as_batch_of_one(args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not keep_batch_dim:
@@ -226,7 +235,7 @@ def micro_grad(
         vmap_fn=jax.vmap,
         accumulator=(accumulator, CONCAT),
         weight_fn=None if weight_fn is None else example_weight,
-        key_argnums=as_argnums(where, key_argnums),
+        key_argnums=as_argnums(where, key_argnums, "key_argnums"),
         engine=engine,
         norms=norms,
         options={
@@ -243,6 +252,7 @@ def micro_grad(
     check(spec)
 
     def of_call(args: tuple[Any, ...]) -> Spec:
+        _check_differentiable(where, as_positions(where, "argnums", numbers, len(args)), args)
         in_axes = tuple(0 if i in batch else None for i in range(len(args)))
         return dataclasses.replace(spec, in_axes=in_axes)
 
@@ -260,5 +270,44 @@ def _named(path: Any, gradient: jax.Array) -> jax.Array:
     return checkpoint_name(gradient, f"gradient{jax.tree_util.keystr(path)}")
 
 
-def _with_no_aux(fun: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: (fun(*args, **kwargs), None)
+def _loss_and_aux(
+    where: str, fun: Callable[..., Any], has_aux: bool, /, *args: Any, **kwargs: Any
+) -> tuple[jax.Array, Any]:
+    """One example's loss and the rest; what has no gradient by its type is refused."""
+    output = fun(*args, **kwargs)
+    if has_aux and not (isinstance(output, tuple) and len(output) == 2):
+        raise MicrobatchError(
+            f"{where}: has_aux=True, and the function returned a {_words(output)}.\n"
+            "Return (loss, aux)."
+        )
+    loss, aux = output if has_aux else (output, None)
+    real = hasattr(loss, "dtype") and jnp.issubdtype(loss.dtype, jnp.floating)
+    if not (real and loss.shape == ()) and not isinstance(loss, float):
+        advice = (
+            "Return (loss, aux) with has_aux=True."
+            if isinstance(loss, tuple)
+            else "Reduce it, for example by .mean(), and give its real part."
+        )
+        raise MicrobatchError(
+            f"{where}: the loss of one example is a {_words(loss)}, not one real number.\n{advice}"
+        )
+    return loss, aux
+
+
+def _words(value: Any) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return type(value).__name__
+
+
+def _check_differentiable(where: str, positions: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    for position in positions:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[position]):
+            dtype = getattr(leaf, "dtype", None)
+            if not isinstance(leaf, float | complex) and (
+                dtype is None or not jnp.issubdtype(dtype, jnp.inexact)
+            ):
+                raise BatchError(
+                    f"{where}: argnums names args[{position}]{jax.tree_util.keystr(path)}, a {_words(leaf)}, which has no "
+                    "gradient.\nPass floating-point arrays there, or name another argument."
+                )

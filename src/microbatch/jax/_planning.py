@@ -12,7 +12,6 @@ from microbatch._checks import (
     as_argnames,
     as_argnums,
     batch_size_of,
-    check_size,
     locate,
     name_of,
     per_argument,
@@ -20,7 +19,7 @@ from microbatch._checks import (
 )
 from microbatch._errors import PlanError
 from microbatch._planning import Plan
-from microbatch._search import candidate_sizes
+from microbatch._search import refuse_sizes, sizes_of
 from microbatch.jax._binding import batch_leaves
 from microbatch.jax._compiled import Program, compile_program, output_bytes
 from microbatch.jax._memory import agreed, device_budget, make_plan_for
@@ -88,6 +87,7 @@ def plan(
     (4096, True, True)
     """
     where = f"plan({name_of(fun)})"
+    refuse_sizes(where, options)
     options = {"argnames": argnames, "in_axes": in_axes, "remainder": remainder, **options}
     # Refuses what is wrong before there is a call.
     microbatch(fun, argnums, 1, accumulator, **options)
@@ -102,7 +102,7 @@ def plan(
             raise PlanError(
                 f"{where}: time=True runs the program, and some arguments are shapes alone.\nPass arrays."
             )
-        sizes = _sizes(where, rows, candidates, remainder == "allow")
+        sizes = sizes_of(where, rows, candidates, remainder=remainder == "allow")
 
         def target(size: int) -> Callable[..., Any]:
             small = microbatch(fun, argnums, size, accumulator, **options)
@@ -122,21 +122,6 @@ def plan(
         return agreed(make, sizes)
 
     return planned
-
-
-def _sizes(
-    where: str, rows: int, candidates: Sequence[int] | None, remainder: bool
-) -> tuple[int, ...]:
-    if candidates is None:
-        return candidate_sizes(max(rows, 1), remainder=remainder)
-    sizes = {check_size(where, "candidates", size) for size in candidates}
-    usable = tuple(sorted(s for s in sizes if s <= rows and (remainder or rows % s == 0)))
-    if not usable:
-        raise PlanError(
-            f"{where}: none of candidates={tuple(candidates)!r} divides the batch of {rows} rows.\n"
-            'Give sizes that do, or remainder="allow".'
-        )
-    return usable
 
 
 def _seconds(program: Program) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from microbatch._errors import MicrobatchError
+from microbatch._errors import AccumulatorError, MicrobatchError
 
 _RECIPE = (
     "Split the module outside, graphdef, params, state = nnx.split(model, nnx.Param, ...), merge it inside fun, and "
@@ -36,6 +36,12 @@ def evaluated(where: str, fun: Callable[..., Any], args: tuple[Any, ...], kwargs
             raise MicrobatchError(
                 f"{where}: fun changes the state of args{jax.tree_util.keystr(path[1:])}, a {type(module).__name__} (batch "
                 f"statistics, a counter of random numbers), and the change would be lost.\n{_RECIPE}"
+            )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(out):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            raise AccumulatorError(
+                f"{where}: output{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, which cannot be accumulated.\n"
+                "Return arrays or numbers."
             )
     return out
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from microbatch._accumulation import AccumulationType, is_accumulator
-from microbatch._checks import name_of
+from microbatch._checks import check_function, name_of
 from microbatch._stream import Settings, fold_stream
 from microbatch.jax._accumulators import checked_dtype
 from microbatch.jax._outputs import accumulators_of
@@ -97,6 +97,9 @@ def accumulate(
     3.0
     """
     where = f"accumulate({name_of(fun)})"
+    check_function(where, "fun", fun)
+    if weight_fn is not None:
+        check_function(where, "weight_fn", weight_fn)
     kinds = accumulators_of(where, accumulator)
     paths = [f"output{path}" for path, _ in with_paths(accumulator, is_leaf=is_accumulator)]
     entries = tuple(zip(paths, kinds, strict=True))

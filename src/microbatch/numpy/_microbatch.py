@@ -17,6 +17,7 @@ from microbatch._checks import (
     batch_size_of,
     check_choice,
     check_declared,
+    check_function,
     check_size,
     check_weight,
     locate,
@@ -119,6 +120,9 @@ def microbatch(
     if microbatch_size is None and num_microbatches is None:
         return fun
     where = f"microbatch({name_of(fun)})"
+    check_function(where, "fun", fun)
+    if weight_fn is not None:
+        check_function(where, "weight_fn", weight_fn)
     settings = _Settings(
         where=where,
         signature=signature_of(fun),

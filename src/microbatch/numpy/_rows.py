@@ -1,6 +1,5 @@
 """Where rows are: a microbatch's in the batch's arrays, and its output's in the arrays that CONCAT makes."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +40,6 @@ def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
     """
     where = "reshape_batch_axis"
     size = check_size(where, "microbatch_size", microbatch_size)
-    axis = operator.index(axis)
     leaves = [Leaf(path, shape_of(leaf), axis) for path, leaf in leaves_with_paths(tree, "tree")]
     batch_size, subject = batch_size_of(where, leaves)
     split = make_split(batch_size, size, subject=f"{where}: {subject}")

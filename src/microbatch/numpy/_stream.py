@@ -9,7 +9,7 @@ import numpy as np
 
 from microbatch._accumulation import AccumulationType, Carry, Step
 from microbatch._checkpoint import Progress
-from microbatch._checks import name_of
+from microbatch._checks import check_function, name_of
 from microbatch._eager_stream import EagerStream
 from microbatch._outputs import Part, canonical
 from microbatch._stream import Settings, fold_stream, identity_of
@@ -80,6 +80,9 @@ def accumulate(
     30.0
     """
     where = f"accumulate({name_of(fun)})"
+    check_function(where, "fun", fun)
+    if weight_fn is not None:
+        check_function(where, "weight_fn", weight_fn)
     kinds = canonical(where, accumulator)
     entries = tuple(leaves_with_paths(kinds, "output"))
     dtype = checked_dtype(where, accumulator_dtype)

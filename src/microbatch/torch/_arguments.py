@@ -70,6 +70,7 @@ def arguments_of(
             refuse_uncuttable(where, path, leaf)
             if isinstance(leaf, torch.Tensor):
                 leaves.append(Leaf(path, tuple(leaf.shape), axis))
-                rows.append(Rows(slot.key, number, axis % max(leaf.ndim, 1)))
+                first = axis % max(leaf.ndim, 1) if isinstance(axis, int) else 0  # refused below
+                rows.append(Rows(slot.key, number, first))
     batch_size, subject = batch_size_of(where, leaves, option="in_dims")
     return Arguments(args, kwargs, tuple(rows), batch_size, f"{where}: {subject}")

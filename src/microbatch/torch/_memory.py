@@ -11,10 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from microbatch._checks import check_size, name_of
+from microbatch._checks import name_of
 from microbatch._errors import BudgetError, MicrobatchError, PlanError
 from microbatch._identity import Recent, function_key
-from microbatch._memory import Budget, host_memory_bytes, refuse_unused, resolve_budget
+from microbatch._memory import (
+    Budget,
+    check_budget,
+    host_memory_bytes,
+    refuse_unused,
+    resolve_budget,
+)
 from microbatch._planning import Plan, logger, lower_to, make_plan
 from microbatch._search import (
     Search,
@@ -23,6 +29,7 @@ from microbatch._search import (
     line_through,
     predictor,
     search,
+    sizes_of,
 )
 from microbatch.torch._batch import Batch
 from microbatch.torch._discovery import discover
@@ -63,6 +70,7 @@ def resolve_auto(
     if not (isinstance(microbatch_size, str) and microbatch_size == "auto"):
         refuse_unused(memory_budget, where)
         return microbatch_size
+    check_budget(memory_budget, where)
     place = device_of(fun, batch.args)
     work = Work(where, fun, batch, concat, backward, None, accumulator_dtype, place)
     key = (
@@ -111,7 +119,7 @@ def plan_work(
         raise PlanError(
             f"{work.where}: the batch has no rows.\nPlan with a batch of the size to be used."
         )
-    sizes = sizes_of(work.where, rows, candidates, remainder)
+    sizes = sizes_of(work.where, rows, candidates, remainder=remainder)
     if probe:
         found = _probe_really(work, sizes, budget.bytes)
     else:
@@ -132,22 +140,6 @@ def plan_work(
     )
     logger.info("%s: microbatch_size=%s. %s", work.where, made.microbatch_size, made.explanation)
     return made
-
-
-def sizes_of(
-    where: str, rows: int, candidates: Sequence[int] | None, remainder: bool
-) -> tuple[int, ...]:
-    """The sizes to consider: those that were given and suit the batch, or all that are worth it."""
-    if candidates is None:
-        return candidate_sizes(rows, remainder=remainder)
-    given = {check_size(where, "candidates", size) for size in candidates}
-    usable = tuple(sorted(s for s in given if s <= rows and (remainder or rows % s == 0)))
-    if not usable:
-        raise PlanError(
-            f"{where}: none of candidates={tuple(candidates)!r} divides the batch of {rows} rows.\n"
-            'Give sizes that do, or remainder="allow".'
-        )
-    return usable
 
 
 def agreed(

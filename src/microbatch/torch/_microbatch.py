@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from microbatch._checks import (
     batch_size_of,
     check_choice,
     check_declared,
+    check_function,
     check_size,
     locate,
     name_of,
@@ -148,6 +148,7 @@ def microbatch(
     if microbatch_size is None and num_microbatches is None:
         return fun
     where = f"microbatch({name_of(fun)})"
+    check_function(where, "fun", fun)
     settings = Settings(
         where=where,
         signature=signature_of(fun.forward if isinstance(fun, nn.Module) else fun),
@@ -204,7 +205,6 @@ def reshape_batch_axis(tree: Any, microbatch_size: int, axis: int = 0) -> Any:
     """
     where = "reshape_batch_axis"
     size = check_size(where, "microbatch_size", microbatch_size)
-    axis = operator.index(axis)
     leaves = [
         Leaf(path, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, axis)
         for path, leaf in leaves_with_paths(tree, "tree")
@@ -254,6 +254,8 @@ def checked(settings: Settings) -> Settings:
                 f"{where}: microbatch_size={size!r} and num_microbatches={count} are both given.\n"
                 "Give one of them, and None for microbatch_size with num_microbatches."
             )
+    if settings.weight_fn is not None:
+        check_function(where, "weight_fn", settings.weight_fn)
     _check_limit(where, settings.limit)
     check_choice(where, "order", settings.order, ("strided", "contiguous"))
     check_choice(where, "remainder", settings.remainder, ("error", "allow"))

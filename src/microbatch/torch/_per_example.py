@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from microbatch._accumulation import EXTREMES, MEANS, AccumulationType, Accumulator, Carry
-from microbatch._checks import check_choice, name_of, signature_of
+from microbatch._checks import (
+    check_choice,
+    check_function,
+    check_place,
+    check_places,
+    name_of,
+    signature_of,
+)
 from microbatch._errors import AccumulatorError, BatchError, MicrobatchError
 from microbatch._outputs import assemble, canonical, parts_of
 from microbatch._splitting import Order, Remainder
@@ -77,6 +84,7 @@ def micro_vmap(
     [0, 1, 4, 9]
     """
     where = f"micro_vmap({name_of(fun)})"
+    check_function(where, "fun", fun)
     spec = example_map(
         where,
         in_dims=in_dims,
@@ -129,6 +137,8 @@ def example_map(
     """The arguments of `micro_vmap`, checked; `accumulator` is canonical."""
     check_choice(where, "randomness", randomness, ("different", "same", "error"))
     check_choice(where, "engine", engine, ("vmap", "loop"))
+    if weight_fn is not None:
+        check_function(where, "weight_fn", weight_fn)
     spec = ExampleMap(where, in_dims, out_dims, weight_fn, randomness, engine, accumulator, options)
     _check_accumulators(spec)
     return spec
@@ -136,6 +146,7 @@ def example_map(
 
 def _check_accumulators(spec: ExampleMap) -> None:
     entries = [entry for _, entry in leaves_with_paths(spec.accumulator)]
+    check_places(spec.where, "out_dims", [dim for _, dim in leaves_with_paths(spec.out_dims)])
     moved = any(dim != 0 for _, dim in leaves_with_paths(spec.out_dims))
     if moved and any(entry is not CONCAT for entry in entries):
         raise AccumulatorError(
@@ -221,6 +232,7 @@ def run_example_map(
     mapped = [i for i, dim in enumerate(dims) if any(d is not None for d in _entries(dim))]
     size = spec.options["microbatch_size"]
     whole = size is None and spec.options["num_microbatches"] is None
+    single: dict[str, Any] = {"num_microbatches": 1} if whole else {}
     settings = checked(
         Settings(
             where=spec.where,
@@ -232,13 +244,16 @@ def run_example_map(
             weight_fn=None if weight_fn is None else microbatch_weight,
             # Each example is a batch of its own, whatever its modules do with the rows of one.
             allow_row_mixing=True,
-            **(spec.options | ({"num_microbatches": 1} if whole else {})),
+            **(spec.options | single),
         )
     )
     result = narrowed(run(reduced, settings, args, kwargs, subject))
-    return map_prefix(
-        lambda dim, leaf: leaf.movedim(0, dim) if dim else leaf, spec.out_dims, result
-    )
+
+    def moved(dim: int, leaf: torch.Tensor) -> torch.Tensor:
+        check_place(spec.where, "out_dims", dim, leaf.ndim)
+        return leaf.movedim(0, dim)
+
+    return map_prefix(lambda dim, leaf: moved(dim, leaf) if dim else leaf, spec.out_dims, result)
 
 
 def _reduce(

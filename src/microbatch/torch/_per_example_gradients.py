@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from microbatch._accumulation import AccumulationType
-from microbatch._checks import as_argnums, name_of
+from microbatch._checks import as_argnums, as_positions, check_function, name_of
 from microbatch._errors import BatchError, MicrobatchError
 from microbatch._outputs import canonical
 from microbatch._splitting import Order, Remainder
@@ -105,7 +105,9 @@ def micro_grad(
     ([-3.0], [14.0], [0.0, 2.0, 8.0, 18.0], [0.0, 2.0, 4.0, 6.0])
     """
     where = f"micro_grad({name_of(fun)})"
-    batch = as_argnums(where, batch_argnums)
+    for name, value in (("fun", fun), ("transform_fn", transform_fn), ("metrics_fn", metrics_fn)):
+        check_function(where, name, value)
+    batch = as_argnums(where, batch_argnums, "batch_argnums")
     if not batch or min(batch) < 0:
         raise BatchError(
             f"{where}: batch_argnums={batch_argnums!r} names no positional argument.\n"
@@ -113,6 +115,8 @@ def micro_grad(
         )
     single = not isinstance(argnums, Sequence)
     numbers = as_argnums(where, argnums)
+    if weight_fn is not None:
+        check_function(where, "weight_fn", weight_fn)
     spec = example_map(
         where,
         accumulator=(canonical(where, accumulator), AccumulationType.CONCAT),
@@ -137,7 +141,7 @@ def micro_grad(
 
     @functools.wraps(fun, updated=())
     def gradients_of(*args: Any, **kwargs: Any) -> tuple[Any, Aux]:
-        wanted = _positions(where, numbers, len(args))
+        wanted = as_positions(where, "argnums", numbers, len(args))
         modules = {i: args[i] for i in wanted if isinstance(args[i], nn.Module)}
         given = tuple(_trainable(modules[i]) if i in modules else a for i, a in enumerate(args))
 
@@ -263,15 +267,3 @@ def _members(module: nn.Module, parameters: dict[str, torch.Tensor]) -> list[Mem
         for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
         if names[id(parameter)] in parameters
     ]
-
-
-def _positions(where: str, argnums: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """`argnums` from 0, each an argument that is passed by position."""
-    for number in argnums:
-        if not -count <= number < count:
-            raise BatchError(
-                f"{where}: argnums names argument {number}, and the call has {count} positional "
-                f"argument{'s' * (count != 1)}.\n"
-                "Pass what is differentiated by position, and give its number."
-            )
-    return tuple(number % count for number in argnums)

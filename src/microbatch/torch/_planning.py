@@ -1,6 +1,7 @@
 """Which microbatch size fits, in PyTorch: from shapes alone, without allocating anything."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from microbatch._accumulation import AccumulationType, as_accumulator
 from microbatch._checks import as_argnames, as_argnums, check_choice, locate, name_of, signature_of
 from microbatch._planning import Plan
+from microbatch._search import refuse_sizes, sizes_of
 from microbatch.torch._batch import batch_of
-from microbatch.torch._memory import agreed, device_of, plan_work, sizes_of
+from microbatch.torch._memory import agreed, device_of, plan_work
 from microbatch.torch._microbatch import microbatch
 from microbatch.torch._simulation import Work
 
@@ -83,11 +85,15 @@ def plan(
     (256, True)
     """
     where = f"plan({name_of(fun)})"
+    refuse_sizes(where, options)
     check_choice(where, "remainder", remainder, ("error", "allow"))
-    shared = {"argnames": argnames, "in_dims": in_dims, "accumulator_dtype": accumulator_dtype}
+    options |= {"argnames": argnames, "in_dims": in_dims, "remainder": remainder}
+    options |= {"accumulator_dtype": accumulator_dtype}
+    # Refuses what is wrong before there is a call.
     if argnums is not None or argnames:
-        # Refuses what is wrong before there is a call.
-        microbatch(fun, () if argnums is None else argnums, 1, accumulator, **shared, **options)
+        microbatch(fun, () if argnums is None else argnums, 1, accumulator, **options)
+    else:
+        inspect.signature(microbatch).bind(fun, argnums, 1, accumulator, **options)
     concat = as_accumulator(accumulator) is AccumulationType.CONCAT
 
     def planned(*args: Any, **kwargs: Any) -> Plan:
@@ -98,7 +104,9 @@ def plan(
         sizes: list[int] = []
 
         def make() -> Plan:
-            sizes.extend(sizes_of(where, batch.batch_size, candidates, remainder == "allow"))
+            sizes.extend(
+                sizes_of(where, batch.batch_size, candidates, remainder=remainder == "allow")
+            )
             return plan_work(
                 work,
                 name_of(fun),

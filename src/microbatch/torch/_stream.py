@@ -10,7 +10,7 @@ from torch import nn
 
 from microbatch._accumulation import AccumulationType, Accumulator, Carry, Step
 from microbatch._checkpoint import Progress
-from microbatch._checks import check_weight, name_of
+from microbatch._checks import check_function, check_weight, name_of
 from microbatch._eager_stream import EagerStream
 from microbatch._errors import MicrobatchError
 from microbatch._outputs import canonical
@@ -91,6 +91,9 @@ def accumulate(
     30.0
     """
     where = f"accumulate({name_of(fun)})"
+    check_function(where, "fun", fun)
+    if weight_fn is not None:
+        check_function(where, "weight_fn", weight_fn)
     check_dtype(where, accumulator_dtype)
     kinds = canonical(where, accumulator)
     entries = tuple(leaves_with_paths(kinds, "output"))
