@@ -11,7 +11,6 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
 DEMO_READY := $(VENV)/ready-demo-$(FRAMEWORK)
 DEV_READY := $(VENV)/ready-dev
 DOCS_READY := $(VENV)/ready-docs
-BENCH_READY := $(VENV)/ready-bench
 SETUP := pyproject.toml constraints.txt Makefile
 
 .PHONY: demo test lint format bench docs clean
@@ -32,7 +31,7 @@ format: $(DEV_READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(BENCH_READY)
+bench: $(DEV_READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 docs: $(DOCS_READY)
@@ -55,15 +54,12 @@ $(DEMO_READY): $(SETUP) | $(CREATED)
 	  $(PIP) -c constraints.txt -e '.[demo,$(FRAMEWORK)]'
 	touch $@
 
-$(DEV_READY): $(SETUP) | $(CREATED)
+$(DEV_READY): $(SETUP) benchmarks/requirements.txt | $(CREATED)
 	$(PIP) -c constraints.txt -e '.[dev]'
-	$(PIP) -c constraints.txt --no-deps jax-privacy dp-accounting chex toolz
+	$(PIP) --no-deps -r benchmarks/requirements.txt
 	touch $@
 
 $(DOCS_READY): $(DEV_READY)
 	$(PIP) -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
-$(BENCH_READY): $(DEV_READY) benchmarks/requirements.txt
-	$(PIP) --no-deps -r benchmarks/requirements.txt
-	touch $@

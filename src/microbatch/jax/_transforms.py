@@ -70,9 +70,10 @@ def clip_by_global_norm(max_norm: float) -> Callable[[Any], Any]:
     def transform_fn(gradient: Any) -> Any:
         if math.isinf(bound):
             return gradient
-        norm = jnp.sqrt(squared_norm(gradient))
-        exceeds = norm > bound
-        scale = jnp.where(exceeds, bound / jnp.where(exceeds, norm, 1), 1)
+        squared = squared_norm(gradient)
+        exceeds = jnp.sqrt(squared) > bound
+        # No root of a norm of 0 on the way to the scale: its derivative would be nan.
+        scale = jnp.where(exceeds, bound / jnp.sqrt(jnp.where(exceeds, squared, 1)), 1)
         scaled = lambda leaf: (
             leaf * jnp.astype(scale, leaf.dtype) if hasattr(leaf, "dtype") else leaf
         )
