@@ -116,6 +116,7 @@ def _real(work: Work) -> "Iterator[_Loop]":
     devices = [work.device] if work.device.type == "cuda" else []
     with (
         kept(found, work) as leaves,
+        _parameters_kept(work.optimizer),
         _unwrapped(found) as bucket_bytes,
         torch.random.fork_rng(devices),
     ):
@@ -192,7 +193,7 @@ class _Loop:
         self.backward = work.backward
         self.has_state = optimizer is None
         self.has_gradients = False
-        # What the optimizer's step takes beyond what is alive after it.
+        # What the optimizer's step takes beyond what is alive beside a microbatch.
         self.step_bytes = 0
 
     def peak_bytes(self, size: int) -> int:
@@ -263,10 +264,15 @@ class _Loop:
     def _step(self) -> None:
         if self.optimizer is None or self.backward is False:
             return
+        for leaf in self.leaves:
+            if id(leaf) in self.buffers:
+                leaf.grad = self.buffers.pop(id(leaf)).to(leaf.dtype)
         self.tracker.restart_peak()
         self.tracker.invents_numbers = True
         self.optimizer.step()
         self.tracker.invents_numbers = False
+        if self.work.accumulator_dtype is not None:
+            _move_gradients(self.leaves, self.buffers, self.work.accumulator_dtype)
         self.step_bytes = self.tracker.peak_bytes - self.tracker.live_bytes
         self.has_state = True
 
@@ -401,6 +407,19 @@ def kept(found: Found, work: Work) -> Iterator[list[torch.Tensor]]:
                 if buffer is not None and copy is not None and not torch.equal(buffer, copy):
                     with torch.no_grad():
                         buffer.copy_(copy)
+
+
+@contextlib.contextmanager
+def _parameters_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Takes back what real steps of `optimizer` do to its parameters; the copies lie in the host's memory."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    copies = [(p, p.detach().to("cpu", copy=True)) for group in groups for p in group["params"]]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, copy in copies:
+                parameter.copy_(copy)
 
 
 def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
