@@ -43,7 +43,8 @@ def workloads() -> list[Table]:
             rows=tuple(_row(name, f) for name, f in found.items()),
             bars=tuple(_bars(found)),
             note="Counted: in JAX the compiler's figure of the loop that runs, in PyTorch tensors while they live. Peak "
-            "RSS: the kernel's high-water mark of resident memory, arguments included.",
+            "RSS: the kernel's high-water mark of resident memory, arguments included, with an allocator that gives freed "
+            "blocks back. Planning is each process's first.",
         )
     ]
 
