@@ -23,19 +23,27 @@ MEAN, SUM = AccumulationType.MEAN, AccumulationType.SUM
 
 
 class Subject(Protocol):
-    """A function and its batch, which a front can evaluate in several ways; values only, no gradients.
+    """A function and its batch, which a front can evaluate in several ways; values only, no gradients."""
 
-    Attributes:
-      split: how the batch is cut.
-      accumulator: one kind, or anything else that was given.
-      weighted: whether a weight function was given.
-      precise: whether results are in float64.
-    """
+    @property
+    def split(self) -> Split:
+        """How the batch is cut."""
+        ...
 
-    split: Split
-    accumulator: Any
-    weighted: bool
-    precise: bool
+    @property
+    def accumulator(self) -> Any:
+        """One kind, or anything else that was given."""
+        ...
+
+    @property
+    def weighted(self) -> bool:
+        """Whether a weight function was given."""
+        ...
+
+    @property
+    def precise(self) -> bool:
+        """Whether results are in float64."""
+        ...
 
     def whole(self, rows: np.ndarray | None = None) -> list[Leaf]:
         """The function of these rows of the batch (indices, repeats allowed), or of all of it."""

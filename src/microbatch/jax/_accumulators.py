@@ -167,7 +167,13 @@ def init(output: Output, split: Split) -> Any:
 
 
 def update(
-    output: Output, split: Split | None, carry: Any, values: Sequence[Any], at: Moment, *, tail: bool
+    output: Output,
+    split: Split | None,
+    carry: Any,
+    values: Sequence[Any],
+    at: Moment,
+    *,
+    tail: bool,
 ) -> Any:
     """The carry with the values of one microbatch added; `tail` tells that it is the last, smaller one.
 

@@ -256,7 +256,7 @@ def first_value(loop: Loop, position: int) -> int:
 
 
 def _gradient_outputs(
-    loop: Loop, arrays: Arrays, active: Active, kind: AccumulationType
+    loop: Loop, arrays: Arrays, active: Active, kind: AccumulationType | Accumulator
 ) -> list[Output]:
     """How gradients are accumulated: of shared arrays as `kind` in float32 or wider, of rows side by side."""
     outputs = []

@@ -53,7 +53,10 @@ class Node:
 
     def run(self, values: list[Any]) -> Sequence[Any]:
         """The outputs' values."""
-        return bind(self.eqn, values) if self.apply is None else self.apply(values)
+        if self.apply is not None:
+            return self.apply(values)
+        assert self.eqn is not None
+        return bind(self.eqn, values)
 
 
 @dataclass

@@ -149,7 +149,8 @@ def weighted_multi_steps(
             inner_state,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # Its protocol asks for an update of any state.
+    return optax.GradientTransformationExtraArgs(init, update)  # pyrefly: ignore[bad-argument-type]
 
 
 def _wide(param: Any) -> Any:

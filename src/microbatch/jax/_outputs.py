@@ -114,6 +114,7 @@ def plan_outputs(where: str, accumulator: Any, tree: Any, tail_tree: Any | None)
         words, known = jax.tree_util.keystr(path), as_accumulator(value)
         leaves, inner = jax.tree.flatten(subtree)
         tail_leaves = None if tail is None else tuple(jax.tree.leaves(tail))
+        assert known is not None
         part = Part(words, known, inner, first, tuple(leaves), tail_leaves)
         _check(where, part, subtree)
         parts.append(part)
@@ -123,9 +124,9 @@ def plan_outputs(where: str, accumulator: Any, tree: Any, tail_tree: Any | None)
 
 def _check(where: str, part: Part, subtree: Any) -> None:
     kind = part.accumulator
-    if isinstance(kind, Accumulator):
-        if part.tail_leaves is not None:
-            check_can_weigh(where, kind, f"output{part.path}")
+    if isinstance(kind, Accumulator) and part.tail_leaves is not None:
+        check_can_weigh(where, kind, f"output{part.path}")
+    if not isinstance(kind, AccumulationType):
         return
     for i, (inner, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(subtree)):
         path = f"output{part.path}{jax.tree_util.keystr(inner)}"
@@ -157,6 +158,7 @@ def _outputs_of(part: Part, accumulator_dtype: Any) -> list[Output]:
     kind, tails = part.accumulator, part.tail_leaves
     if isinstance(kind, Accumulator):
         return [Output(kind, part.leaves, tails, part.treedef)]
+    assert isinstance(kind, AccumulationType)
     return [
         Output(
             kind,

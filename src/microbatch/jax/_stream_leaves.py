@@ -60,9 +60,10 @@ def to_host(leaf: Any) -> Any:
 
 def like_saved(saved: np.ndarray, leaf: jax.Array) -> jax.Array:
     """What `to_host` gave, where `leaf` is."""
+    array = jnp.array(saved)
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        saved = jax.random.wrap_key_data(saved, impl=jax.random.key_impl(leaf))
-    return jax.device_put(jnp.array(saved), leaf.sharding if leaf.committed else None)
+        array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+    return jax.device_put(array, leaf.sharding if leaf.committed else None)
 
 
 def with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from microbatch._checks import (
 )
 from microbatch._errors import MicrobatchSizeError
 from microbatch._explaining import explained
-from microbatch._splitting import Split, make_split
+from microbatch._splitting import Remainder, Split, make_split
 from microbatch._verification import Cause, Leaf, Verification, compare
 from microbatch.jax._binding import Call, batch_leaves, flatten_call
 from microbatch.jax._compiled import compile_program, spec_of
@@ -38,7 +38,7 @@ def verify(
     memory_budget: int | str | None = None,
     argnames: str | Sequence[str] = (),
     in_axes: Any = 0,
-    remainder: str = "error",
+    remainder: Remainder = "error",
     weight_fn: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[..., Verification]:

@@ -148,6 +148,7 @@ def refuse_change(
 def _reduced(part: Part, options: FoldOptions) -> Fold:
     """SUM, MEAN, RUNNING_MEAN, LAST, and, where autograd follows, MAX and MIN."""
     kind, path, spec = part
+    assert isinstance(kind, AccumulationType)
     _check_kind(options.where, kind, path, spec.dtype)
     rule = leaf_rule(kind, _FUNCTIONAL if options.tracked else _IN_PLACE)
     dtype = carry_dtype(spec.dtype, options.accumulator_dtype) if rule.wide else spec.dtype
@@ -175,6 +176,7 @@ def _reduced(part: Part, options: FoldOptions) -> Fold:
 def _extreme(part: Part, options: FoldOptions) -> Fold:
     """MAX and MIN with the index of the first microbatch that has the value, for the derivative."""
     kind, path, spec = part
+    assert isinstance(kind, AccumulationType)
     _check_kind(options.where, kind, path, spec.dtype)
     rule = leaf_rule(kind, _IN_PLACE)
 
@@ -226,7 +228,9 @@ def _concat_rows(part: Part, options: FoldOptions, rows: int) -> Fold:
         value = as_rows(value, axis)
         room = take(buffer, axis, concat_place(split, step.index, full, tail))
         if value.shape != room.shape or not torch.can_cast(value.dtype, spec.dtype):
-            refuse_change(options.where, part.accumulator, part.path, step.index, spec, value)
+            refuse_change(
+                options.where, AccumulationType.CONCAT, part.path, step.index, spec, value
+            )
         room.copy_(value)
         return buffer
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from microbatch._accumulation import AccumulationType, Carry
 from microbatch._errors import AccumulatorError, MicrobatchError
-from microbatch._outputs import Part, refuse_extremes
+from microbatch._outputs import refuse_extremes
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._accumulators import FoldOptions
 from microbatch.torch._arguments import Arguments
@@ -172,7 +172,8 @@ class Call:
             output_of(
                 part.accumulator, part.path, part.value, self._schedule.split, self._first_rows
             )
-            for part in self._simple(self.layout.parts)
+            for part in self.layout.parts
+            if isinstance(part.accumulator, AccumulationType)
         ]
 
     def evaluate(self, index: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -266,7 +267,8 @@ class Call:
         self.layout = Layout.of(self.where, self._accumulator, output)
         if self._schedule.split.batch_size == 0:
             refuse_extremes(self.where, self.layout.parts)
-        return [part.value for part in self._simple(self.layout.parts)]
+        parts = self.layout.parts
+        return [part.value for part in parts if isinstance(part.accumulator, AccumulationType)]
 
     def result(self, values: Sequence[torch.Tensor]) -> Any:
         """The whole output from the accumulated values and the carried states."""
@@ -323,9 +325,6 @@ class Call:
                 "Give the position of the argument that starts the state."
             )
         return key
-
-    def _simple(self, parts: Sequence[Part]) -> list[Part]:
-        return [part for part in parts if isinstance(part.accumulator, AccumulationType)]
 
     @contextmanager
     def _replaying(self) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from microbatch._accumulation import AccumulationType
 from microbatch._errors import AccumulatorError
 from microbatch._outputs import Part
 from microbatch._trees import map_prefix
@@ -37,7 +38,8 @@ class HostRows:
         spec = self._part.value
         same = value.shape[1:] == spec.shape[1:] and value.ndim == spec.ndim
         if not same or not torch.can_cast(value.dtype, spec.dtype):
-            refuse_change(self._where, self._part.accumulator, self._part.path, index, spec, value)
+            kind = AccumulationType.CONCAT
+            refuse_change(self._where, kind, self._part.path, index, spec, value)
         self._append(value if value.ndim else value.unsqueeze(0))
 
     def skip(self, rows: int) -> None:

@@ -120,7 +120,7 @@ class Program:
         def shifted(place: Place | None, moves: bool) -> Place | None:
             return place._replace(axis=place.axis + 1) if place is not None and moves else place
 
-        changes = {
+        changes: dict[str, Any] = {
             "evaluate": evaluate,
             "places": tuple(
                 shifted(place, dim is not None)

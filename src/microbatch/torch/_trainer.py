@@ -39,9 +39,10 @@ class TrainerMixin:
         """The batches of one optimizer step and their number of labels, which is kept for `compute_loss`."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         counts = [self._count_labels(batch) for batch in batches]
+        known = [count for count in counts if count is not None]
         self._step_labels = None
-        if counts and all(count is not None for count in counts):
-            total = torch.stack(counts).sum().to(device)
+        if counts and len(known) == len(counts):
+            total = torch.stack(known).sum().to(device)
             if self.args.world_size > 1:  # type: ignore[attr-defined]
                 total = self.accelerator.gather(total).sum()  # type: ignore[attr-defined]
             self._step_labels = total

@@ -14,7 +14,7 @@ from microbatch._accumulation import AccumulationType, as_accumulator
 from microbatch._checks import check_size, name_of
 from microbatch._errors import MicrobatchSizeError, PlanError
 from microbatch._explaining import explained
-from microbatch._splitting import Split, make_split
+from microbatch._splitting import Remainder, Split, make_split
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch._verification import Cause, Leaf, Verification, compare
 from microbatch.torch._batch import NOT_SPLIT, Batch, argument_names, batch_of
@@ -37,7 +37,7 @@ def verify(
     memory_budget: int | str | None = None,
     argnames: str | Sequence[str] = (),
     in_dims: Any = 0,
-    remainder: str = "error",
+    remainder: Remainder = "error",
     weight_fn: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[..., Verification]:
