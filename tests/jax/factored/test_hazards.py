@@ -117,22 +117,22 @@ def test_factors_out_of_range_have_a_norm_in_range(tokens, left, right):
 
 
 def scaled_down(grad):
-    """To a largest entry of 1, found without squares that overflow."""
+    """To a largest entry of 1, found without squares that leave the range."""
     largest = max(jnp.max(jnp.abs(leaf)) for leaf in jax.tree.leaves(grad))
     return jax.tree.map(lambda leaf: leaf * (1 / largest), grad)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("left, right", [(1e25, 1e-25), (1e12, 1e12), (1e30, 1e-5), (1e3, 1e-21)])
-def test_moments_of_factors_out_of_range_are_in_range(tokens, left, right):
-    """Squares, cubes and norms of a gradient that fits, made of factors or of a gradient before scaling whose do not."""
+@pytest.mark.parametrize("left, right", [(1e12, 1e12), (1e20, 1), (1, 1e20), (1, 1e-20)])
+def test_moments_after_scaling_are_in_range_where_those_before_are_not(tokens, left, right):
+    """Squares, cubes and norms of a gradient that was too large, or too small, for them."""
     model = linear(tokens)
     x, y = model.batch
     scaled = model._replace(batch=(x * left, y * right))
 
     def moments(grad):
         unit = scaled_down(grad)
-        cubed = jax.tree.map(lambda leaf: (leaf * 2.0**40) ** 3, unit)
+        cubed = jax.tree.map(lambda leaf: leaf**3, unit)
         return jax.tree.map(lambda leaf: leaf**2, unit), cubed, jax.tree.map(jnp.square, unit)
 
     one = per_example(scaled, moments, lambda grad: squared_norm(scaled_down(grad)))

@@ -229,7 +229,7 @@ def multiply_out(value: Value) -> Value:
     pair = (left, left) if left is right else layout.refine(left, right)
     if pair is None:
         return value
-    left, right = map(balanced, pair)
+    left, right = map(scale_in_factors, pair)
     product = dataclasses.replace(
         left,
         lhs=left.lhs * right.lhs,
@@ -241,17 +241,20 @@ def multiply_out(value: Value) -> Value:
     return layout.reshape(product, value.shape) or value
 
 
-def balanced(value: Outer) -> Outer:
-    """The value with factors that are equally large in each example, and no scale: powers of them stay in range."""
-    stack, dtype = value.num_stack, working_dtype(value.dtype)
-    (lhs, e1), (rhs, e2) = (normalised(x.astype(dtype), stack) for x in (value.lhs, value.rhs))
-    exponent = e1 + e2
+def scale_in_factors(value: Outer) -> Outer:
+    """The value without a scale, half of whose exponent is in each factor, in float32 or wider, to be raised to a power.
+
+    A scale that undoes an exploding factor leaves the range together with it where both are squared alone.
+    """
+    dtype = working_dtype(value.dtype)
+    lhs, rhs = value.lhs.astype(dtype), value.rhs.astype(dtype)
     if value.scale is not None:
-        scale, more = normalised(value.scale.astype(dtype), 0)
-        lhs, exponent = lhs * beside(scale, lhs, stack), exponent + more
-    half = jnp.clip(exponent // 2, -120, 120)
-    rest = jnp.clip(exponent - half, -120, 120)
-    lhs, rhs = (x * beside_stack(power_of_two(e, dtype), x) for x, e in ((lhs, half), (rhs, rest)))
+        scale, exponent = normalised(value.scale.astype(dtype), 0)
+        half = exponent // 2
+        some = scale != 0  # of nothing there is nothing, in either factor
+        powers = (jnp.where(some, power_of_two(e, dtype), 0) for e in (half, exponent - half))
+        lhs = lhs * beside(scale * next(powers), lhs, value.num_stack)
+        rhs = rhs * beside(next(powers), rhs, value.num_stack)
     return dataclasses.replace(value, lhs=lhs, rhs=rhs, scale=None)
 
 

@@ -77,7 +77,7 @@ def integer_pow(ctx: Context, eqn, value: Value) -> Value | None:
     if not isinstance(value, Outer) or value.tokens != 1 or power < 1:
         return None
     # A factor's power may leave the range of a dtype that holds the product's.
-    value = algebra.balanced(value)
+    value = algebra.scale_in_factors(value)
     return dataclasses.replace(value, lhs=value.lhs**power, rhs=value.rhs**power)
 
 
