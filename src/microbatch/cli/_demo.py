@@ -120,7 +120,7 @@ def demo_page(demo: Demo) -> Page:
         charts.append(
             Chart(
                 "Test accuracy",
-                f"On {TEST_ROWS} images that were held out.",
+                f"On {TEST_ROWS} images that were held out, also when the learning rate was chosen.",
                 accuracy_by_step(demo.accuracies, GOAL),
             )
         )

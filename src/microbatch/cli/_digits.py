@@ -1,4 +1,9 @@
-"""The handwritten digits that ship with scikit-learn, as the demo uses them."""
+"""The handwritten digits that ship with scikit-learn, as the demo uses them.
+
+The learning rates were chosen on rows of the training set alone, by the accuracy on the last 288 of them after 100 steps
+on the others, a mean over seeds: the smallest rate that is within one standard error of the best. The test images had no
+say.
+"""
 
 import importlib
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ from microbatch.jax import microbatch, plan
 
 optax = needed("optax", "optax")
 
-LEARNING_RATE = 5e-3
+LEARNING_RATE = 7e-3
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
 
 

@@ -13,7 +13,7 @@ from microbatch.cli._digits import Digits
 from microbatch.cli._problem import Problem
 from microbatch.torch import backward, plan
 
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 2e-2
 
 
 def network(seed: int) -> nn.Module:
