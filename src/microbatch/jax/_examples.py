@@ -121,7 +121,7 @@ def run_examples(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         kwargs = {**kwargs, ROW_INDEX: jnp.arange(size)}
     whole = spec.options["microbatch_size"] is None and spec.options["num_microbatches"] is None
     single: dict[str, Any] = {"num_microbatches": 1} if whole else {}
-    # One's own accumulator begins and ends, of a single microbatch, too.
+    # A custom accumulator has its init and finalize, also around a single microbatch.
     custom = any(isinstance(kind, Accumulator) for kind in jax.tree.leaves(kinds))
     if whole and not custom:
         out = reduced(*args, **kwargs)
