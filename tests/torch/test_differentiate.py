@@ -108,6 +108,21 @@ def test_in_forward_runs_backward_once_and_says_so():
         microbatch(lambda x: w * x, 0, 2, CONCAT, differentiate="in_forward")(x)
 
 
+def test_a_gradient_penalty_is_not_silently_left_out():
+    w, x = torch.ones(3, requires_grad=True), rows(6, 3).float()
+    loss = lambda x: (x @ w).sin().mean()
+
+    def penalised(fun):
+        first = torch.autograd.grad(fun(x), w, create_graph=True)[0]
+        return torch.autograd.grad(w.sum() + first.square().sum(), w)
+
+    for mode in ("in_forward", "auto"):
+        with pytest.raises(GraphError, match='Use differentiate="recompute"'):
+            penalised(microbatch(loss, 0, 2, MEAN, differentiate=mode))
+    small = microbatch(loss, 0, 2, MEAN, differentiate="recompute")
+    torch.testing.assert_close(penalised(small), penalised(loss))
+
+
 def test_float16_is_not_made_before_the_loss_scale():
     w = torch.ones((), dtype=torch.float16, requires_grad=True)
     value = microbatch(lambda x: (w * x).sum(), 0, 2)(torch.ones(4, dtype=torch.float16))

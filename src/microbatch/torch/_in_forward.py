@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from microbatch._errors import GraphError
 from microbatch.torch._gradient_sums import GradientSums
@@ -33,10 +32,15 @@ class InForward(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         made = ctx.made
+        if torch.is_grad_enabled():
+            # They would count as constants in whatever is made of them, a gradient penalty for example.
+            raise GraphError(
+                f"{made.where}: create_graph=True asks for derivatives of gradients that were made in the forward pass, "
+                'which have none.\nUse differentiate="recompute".'
+            )
         sums, made.sums = made.sums, None
         if sums is None:
             raise GraphError(
