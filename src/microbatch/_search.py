@@ -91,8 +91,9 @@ def search(
     *,
     whole_saves: int = 0,
     slack_bytes: int = 0,
+    prefers_divisors: bool = False,
 ) -> Search:
-    """Finds the largest of `sizes` whose probe is within the budget, or a divisor of the batch more than half as large.
+    """Finds the largest of `sizes` whose probe is within the budget.
 
     Four probes at most where bytes are affine in the size (and one more for a divisor, where sizes with a remainder are
     among `sizes`); where they are not, as many more as halving takes.
@@ -104,6 +105,7 @@ def search(
       sizes: ascending candidates.
       whole_saves: bytes by which the whole batch may undercut the line.
       slack_bytes: what small buffers and padding may add anywhere, so that it does not count as a bend in the line.
+      prefers_divisors: whether a divisor of the batch that is more than half as large is taken instead.
 
     >>> found = search(lambda size: 100 + 10 * size, 1024, 2000, candidate_sizes(1024, remainder=False))
     >>> found.microbatch_size, found.affine, len(found.probed)
@@ -125,8 +127,7 @@ def search(
     while (size := _next_size(probed, batch_size, budget_bytes, sizes, slack_bytes)) is not None:
         measure(size)
     best = max((s for s, count in probed.items() if count <= budget_bytes), default=None)
-    if best is not None and batch_size % best:
-        # Equal microbatches are worth up to half the size: one program, no smaller last one.
+    if prefers_divisors and best is not None and batch_size % best:
         even = (s for s in sizes if batch_size % s == 0 and best < 2 * s and s < best)
         divisor = max(even, default=None)
         if divisor is not None and measure(divisor) <= budget_bytes:

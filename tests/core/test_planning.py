@@ -44,9 +44,16 @@ def plan_of(probe, batch_size, budget_bytes, *, remainder=False, seconds=None, w
     )
 
 
-@given(BATCHES, st.integers(0, 10**9), st.integers(1, 10**7), st.floats(0, 1.3), st.booleans())
+@given(
+    BATCHES,
+    st.integers(0, 10**9),
+    st.integers(1, 10**7),
+    st.floats(0, 1.3),
+    st.booleans(),
+    st.booleans(),
+)
 def test_affine_programs_take_four_probes_and_give_the_largest(
-    batch_size, fixed, per_row, share, remainder
+    batch_size, fixed, per_row, share, remainder, prefers_divisors
 ):
     sizes = candidate_sizes(batch_size, remainder=remainder)
     budget = int((fixed + per_row * batch_size) * share)
@@ -56,11 +63,11 @@ def test_affine_programs_take_four_probes_and_give_the_largest(
         calls.append(size)
         return fixed + per_row * size
 
-    found = search(probe, batch_size, budget, sizes)
-    assert len(calls) == len(found.probed) <= 4 + remainder
+    found = search(probe, batch_size, budget, sizes, prefers_divisors=prefers_divisors)
+    assert len(calls) == len(found.probed) <= 4 + prefers_divisors
     largest = largest_that_fits(probe, budget, sizes)
     even = [s for s in sizes if largest and batch_size % s == 0 and largest < 2 * s <= 2 * largest]
-    assert found.microbatch_size == max(even, default=largest)
+    assert found.microbatch_size == max(even if prefers_divisors else (), default=largest)
     assert found.affine
 
 
@@ -112,8 +119,10 @@ def test_divisors_are_preferred_and_a_remainder_is_offered_where_much_better():
     allowed = plan_of(lambda size: 100 * size, 1021, 30_000, remainder=True)
     assert allowed.microbatch_size == 256
     assert [c.tail for c in allowed.candidates if c.microbatch_size == 256] == [1021 % 256]
-    near = plan_of(lambda size: 100 * size, 1000, 30_000, remainder=True)
-    assert near.microbatch_size == 250  # 250 divides; every size up to 300 would fit
+    sizes = candidate_sizes(1000, remainder=True)
+    near = lambda **options: search(lambda size: 100 * size, 1000, 39_000, sizes, **options)
+    assert near().microbatch_size == 334  # 3 pieces
+    assert near(prefers_divisors=True).microbatch_size == 250  # 4 equal ones
 
 
 def test_M3_says_that_microbatching_will_not_help_and_why():

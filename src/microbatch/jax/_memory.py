@@ -70,6 +70,8 @@ def make_plan_for(
         sizes,
         whole_saves=2 * output_bytes,
         slack_bytes=SLACK_BYTES,
+        # A smaller last microbatch is a second program to compile.
+        prefers_divisors=True,
     )
     seconds = {}
     if time_fn is not None and found.microbatch_size is not None:

@@ -56,7 +56,7 @@ def plan(
       argnames: batch arguments that are passed by name.
       in_dims: the dimension with the rows, one for all or one per batch argument.
       remainder: as in `microbatch`. With "allow" (which `backward` always does), sizes that leave a smaller last
-        microbatch are considered, too; a divisor is taken where it is more than half of the largest size that fits.
+        microbatch are considered, too: the most even cut into each number of pieces.
       memory_budget: bytes, ``"12GiB"``, or ``"80%"`` of the device's total memory; by default 0.9 of it. Of what happens
         to be free nothing depends, so that two runs choose alike.
       time: also measure seconds, on the real tensors, of at most five sizes that fit, and choose the fastest.
