@@ -20,6 +20,7 @@ PACKAGES = (
     "accelerate",
     "lightning",
     "opacus",
+    "transformers",
 )
 COLUMNS = ("", "time ratio", "seconds", "fastest … slowest", "MiB", "ratio", "compile s", "error")
 
