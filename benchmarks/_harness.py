@@ -6,7 +6,7 @@ round by round before their median is.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ class Contender:
     Attributes:
       name: what it is called in the table.
       run: does the work once and waits until it is done.
-      memory_bytes: peak temporary memory, as the compiler or a tracker of tensors states it; None if unknown.
+      memory_bytes: peak memory beside arguments, as the compiler or a tracker of tensors states it; None if unknown.
       compile_seconds: what it cost to make `run`; None if nothing is compiled.
       error: largest relative error of the result against float64; None if not measured.
     """
@@ -118,20 +118,49 @@ def table_of(records: Sequence[dict[str, Any]], name: str, title: str, **fields:
     return Table(name, title, tuple(records[0]), rows, **fields)
 
 
+# What the figures of growing tables are called in their bars.
+FIGURES = {"s": "time", "MiB": "memory", "compile s": "compile"}
+
+
+def growth_table(
+    records: Sequence[dict[str, Any]],
+    name: str,
+    title: str,
+    note: str,
+    *,
+    mine: str,
+    against: str,
+    limits: Mapping[str, float],
+) -> Table:
+    """How the figures of several ways grow: a panel and a bar, where it is largest, for each figure in `limits`.
+
+    The first key of a record is what grows, the others are ``"way, figure"``.
+    """
+    growing, *columns = records[0]
+    last = records[-1]
+    subject = f"{mine}, {last[growing]:,} {growing},"
+    return table_of(
+        records,
+        name,
+        title,
+        x=growing,
+        panels=tuple(tuple(c for c in columns if c.endswith(f", {f}")) for f in limits),
+        bars=tuple(
+            (
+                Bar(subject, FIGURES[figure], limit, against),
+                last[f"{mine}, {figure}"] / last[f"{against}, {figure}"],
+            )
+            for figure, limit in limits.items()
+        ),
+        note=note,
+    )
+
+
 def measure(workload: Workload, progress: Callable[[str], None] = lambda _: None) -> Result:
     """Times the contenders in turn."""
-    times: dict[str, list[float]] = {c.name: [] for c in workload.contenders}
-    for contender in workload.contenders:
-        progress(f"{workload.name}: {contender.name}, warming up")
-        contender.run()
-    for turn in range(workload.rounds):
-        # Every second round runs backwards: what comes first finds other caches than what comes last.
-        in_turn = workload.contenders if turn % 2 == 0 else workload.contenders[::-1]
-        for contender in in_turn:
-            progress(f"{workload.name}: round {turn + 1} of {workload.rounds}, {contender.name}")
-            start = time.perf_counter()
-            contender.run()
-            times[contender.name].append(time.perf_counter() - start)
+    runs = {contender.name: contender.run for contender in workload.contenders}
+    say = lambda what: progress(f"{workload.name}: {what}")
+    times = times_in_turn(runs, workload.rounds, say)
     by_name = {c.name: c for c in workload.contenders}
     memory = {name: c.memory_bytes for name, c in by_name.items()}
     rows = tuple(
@@ -142,16 +171,30 @@ def measure(workload: Workload, progress: Callable[[str], None] = lambda _: None
     return Result(workload.name, workload.title, workload.reference, rows, reached)
 
 
-def seconds_in_turn(runs: Sequence[Callable[[], Any]], rounds: int = 5) -> list[float]:
-    """Median seconds of each of `runs`, which take turns, after one run of each that warms up."""
-    taken: list[list[float]] = [[] for _ in runs]
-    for turn in range(rounds + 1):
-        for run, times in zip(runs, taken, strict=True):
+def times_in_turn(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, list[float]]:
+    """Seconds of each of `runs` in every round, after one run of each that warms up."""
+    for name, run in runs.items():
+        progress(f"{name}, warming up")
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        # Every second round runs backwards: what comes first finds other caches than what comes last.
+        for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
+            progress(f"round {turn + 1} of {rounds}, {name}")
             start = time.perf_counter()
-            run()
-            if turn:
-                times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in taken]
+            runs[name]()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def seconds_in_turn(runs: Mapping[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
+    """The median seconds of each of `runs`, which take turns."""
+    times = times_in_turn(runs, rounds)
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def _row(

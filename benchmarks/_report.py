@@ -98,8 +98,9 @@ def _markdown(results: Sequence[dict[str, Any]]) -> str:
     parts = [
         "# Measured",
         "",
-        "Medians of interleaved rounds in one process; ratios are taken round by round. Memory is peak temporary "
-        "memory: the compiler's figure in JAX, a count of live tensor bytes in PyTorch. Errors are relative to the "
+        "Medians of interleaved rounds in one process; ratios of contenders are taken round by round. Memory is the "
+        "peak beside parameters and batch: in JAX the compiler's figure, which leaves out results, in PyTorch a count of live tensor "
+        "bytes, gradients included. Errors are relative to the "
         "same computation in float64. Written by `python -m benchmarks --save`.",
         "",
         f"Machine: {_machine()}.",

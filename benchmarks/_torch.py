@@ -1,8 +1,8 @@
-"""PyTorch training steps as contenders: their peak bytes of live tensors and their error against float64."""
+"""PyTorch training steps as contenders: their peak bytes beside parameters and batch, and their error against float64."""
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,23 +20,31 @@ def whole_batch(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...]) -
     loss(model, *batch).backward()
 
 
+def peak_bytes(run: Callable[[], Any], held: Sequence[torch.Tensor]) -> int:
+    """The most bytes of tensors that are alive at once while it runs, beside those `held` anyway."""
+    with TensorBytes() as tracked:
+        tracked.hold(held)
+        before = tracked.live_bytes
+        run()
+    return tracked.peak_bytes - before
+
+
 def contenders(
     model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...], ways: Ways
 ) -> tuple[Contender, ...]:
-    """Each way with its peak bytes of live tensors and its gradient's relative error, both from one run."""
+    """Each way with its peak bytes and its gradient's relative error, both from one run."""
     exact = copy.deepcopy(model).double()
     wide = tuple(t.double() if t.is_floating_point() else t for t in batch)
     whole_batch(exact, loss, wide)
+    held = [*model.parameters(), *batch]
 
     def contender(name: str, way: Callable[..., Any]) -> Contender:
         def run() -> None:
-            model.zero_grad()
+            for leaf in held:
+                leaf.grad = None
             way(model, loss, batch)
 
-        with TensorBytes() as tracked:
-            tracked.hold([*model.parameters(), *batch])
-            run()
-        return Contender(name, run, tracked.peak_bytes, error=_error(model, exact))
+        return Contender(name, run, peak_bytes(run, held), error=_error(model, exact))
 
     return tuple(contender(name, way) for name, way in ways.items())
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks._harness import Bar, Table, seconds_in_turn, table_of
+from benchmarks._harness import Bar, Table, growth_table, seconds_in_turn, table_of
 from benchmarks._jax import compiled_in_turn
 from benchmarks.jax_gradient import mlp_loss, scan_by_hand
 from microbatch.jax import AccumulationType, accumulate, microbatch
@@ -53,39 +53,28 @@ def _ways(size: int) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _grown(name: str, title: str, varying: str, cases: Iterable[Case]) -> Table:
+def _grown(name: str, title: str, growing: str, cases: Iterable[Case]) -> Table:
     """Time, temporary memory and compilation of each way, case by case."""
     records = []
     for value, ways, args in cases:
         made = compiled_in_turn(ways, args, rounds=3)
         run = lambda program, args=args: jax.block_until_ready(program(*args))
-        taken = seconds_in_turn([lambda p=p: run(p) for p, _ in made.values()], rounds=3)
-        memory = [p.memory_analysis().temp_size_in_bytes / 2**20 for p, _ in made.values()]
+        taken = seconds_in_turn({way: lambda p=p: run(p) for way, (p, _) in made.items()})
+        mib = lambda program: program.memory_analysis().temp_size_in_bytes / 2**20
         records.append(
-            {varying: value}
-            | {f"{way}, s": s for way, s in zip(made, taken, strict=True)}
-            | {f"{way}, MiB": mib for way, mib in zip(made, memory, strict=True)}
+            {growing: value}
+            | {f"{way}, s": s for way, s in taken.items()}
+            | {f"{way}, MiB": mib(program) for way, (program, _) in made.items()}
             | {f"{way}, compile s": s for way, (_, s) in made.items()}
         )
-    last = records[-1]
-    limits = {"s": 1.05, "MiB": 1.05, "compile s": 1.2}
-    names = {"s": "time", "MiB": "memory", "compile s": "compile"}
-    return table_of(
+    return growth_table(
         records,
         name,
         title,
-        x=varying,
-        panels=tuple(
-            tuple(f"{way}, {figure}" for way in (WHOLE, HAND, AROUND)) for figure in limits
-        ),
-        bars=tuple(
-            (
-                Bar(f"{AROUND}, {last[varying]:,} {varying},", names[figure], limit, HAND),
-                last[f"{AROUND}, {figure}"] / last[f"{HAND}, {figure}"],
-            )
-            for figure, limit in limits.items()
-        ),
-        note="MiB: temporary memory, beside arguments and results.",
+        "MiB: temporary memory, beside arguments and results.",
+        mine=AROUND,
+        against=HAND,
+        limits={"s": 1.05, "MiB": 1.05, "compile s": 1.2},
     )
 
 
@@ -93,6 +82,7 @@ def _leaves(rows: int = 8, size: int = 2) -> Table:
     loss = lambda params, x: sum(jnp.sin(leaf) for leaf in params) * jnp.mean(x)
     ways = {
         WHOLE: jax.value_and_grad(loss),
+        HAND: scan_by_hand(loss, size),
         INSIDE: microbatch(jax.value_and_grad(loss), 1, size, MEAN),
         AROUND: jax.value_and_grad(microbatch(loss, 1, size, MEAN)),
     }
@@ -101,10 +91,11 @@ def _leaves(rows: int = 8, size: int = 2) -> Table:
         args = [jnp.ones(())] * leaves, jnp.ones(rows)
         # A fresh function each time: JAX remembers those that it has traced.
         trace = lambda way, args=args: jax.make_jaxpr(lambda *a: way(*a))(*args)
-        taken = seconds_in_turn([lambda way=way: trace(way) for way in ways.values()], rounds=3)
+        runs = {name: lambda way=way: trace(way) for name, way in ways.items()}
+        taken = seconds_in_turn(runs, rounds=3)
         records.append(
             {"leaves": leaves}
-            | {f"{way}, s": s for way, s in zip(ways, taken, strict=True)}
+            | {f"{name}, s": s for name, s in taken.items()}
             | {f"{name}, lines": str(trace(way)).count("\n") for name, way in ways.items()}
         )
     return table_of(

@@ -1,15 +1,14 @@
 """How cost grows in PyTorch: with the rows, and with the number of microbatches."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 import microbatch.torch as mb
-from benchmarks._harness import Bar, Table, seconds_in_turn, table_of
+from benchmarks._harness import Table, growth_table, seconds_in_turn
+from benchmarks._torch import Ways, contenders, whole_batch
 from benchmarks.torch_training import by_hand
-from microbatch.torch._tracking import TensorBytes
 
 WHOLE, HAND, MINE = "whole batch", "loop by hand", "backward"
 Batch = tuple[torch.Tensor, ...]
@@ -45,46 +44,35 @@ def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _grown(
-    name: str, title: str, varying: str, cases: Iterable[tuple[int, int, Batch]], width: int = 128
+    name: str, title: str, growing: str, cases: Iterable[tuple[int, int, Batch]], width: int = 128
 ) -> Table:
     """Time and peak bytes of live tensors of each way, case by case."""
     model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU())])
     records = []
     for value, size, batch in cases:
-        ways = {
-            WHOLE: lambda batch=batch: _loss(model, *batch).backward(),
-            HAND: lambda batch=batch, size=size: by_hand(model, _loss, batch, size),
-            MINE: lambda batch=batch, size=size: mb.backward(
-                lambda *rows: _loss(model, *rows), *batch, microbatch_size=size
-            ),
-        }
-        taken = seconds_in_turn(list(ways.values()))
+        found = contenders(model, _loss, batch, _ways(size))
+        taken = seconds_in_turn({way.name: way.run for way in found})
         records.append(
-            {varying: value}
-            | {f"{way}, s": s for way, s in zip(ways, taken, strict=True)}
-            | {f"{way}, MiB": _peak_mib(model, batch, run) for way, run in ways.items()}
+            {growing: value}
+            | {f"{way}, s": s for way, s in taken.items()}
+            | {f"{way.name}, MiB": way.memory_bytes / 2**20 for way in found}
         )
-    last = records[-1]
-    reached = lambda figure: last[f"{MINE}, {figure}"] / last[f"{HAND}, {figure}"]
-    subject = f"{MINE}, {last[varying]:,} {varying},"
-    return table_of(
+    return growth_table(
         records,
         name,
         title,
-        x=varying,
-        panels=tuple(tuple(f"{way}, {figure}" for way in ways) for figure in ("s", "MiB")),
-        bars=(
-            (Bar(subject, "time", 1.05, HAND), reached("s")),
-            (Bar(subject, "memory", 1.01, HAND), reached("MiB")),
-        ),
-        note="MiB: the most bytes of tensors that are alive at once, beside parameters and batch.",
+        "MiB: the most bytes of tensors that are alive at once, beside parameters and batch.",
+        mine=MINE,
+        against=HAND,
+        limits={"s": 1.05, "MiB": 1.01},
     )
 
 
-def _peak_mib(model: nn.Module, batch: Batch, run: Callable[[], Any]) -> float:
-    model.zero_grad()
-    with TensorBytes() as tracked:
-        held = [*model.parameters(), *batch]
-        tracked.hold(held)
-        run()
-    return (tracked.peak_bytes - sum(t.nbytes for t in held)) / 2**20
+def _ways(size: int) -> Ways:
+    return {
+        WHOLE: whole_batch,
+        HAND: lambda model, loss, batch: by_hand(model, loss, batch, size),
+        MINE: lambda model, loss, batch: mb.backward(
+            lambda *rows: loss(model, *rows), *batch, microbatch_size=size
+        ),
+    }

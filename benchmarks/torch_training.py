@@ -71,7 +71,7 @@ def _mlp(rows: int = 4096, size: int = 256, width: int = 512, layers: int = 4) -
         name="torch-mlp",
         title=f"PyTorch: gradient of an MLP of {layers} × {width}, {rows:,} rows, {size} a microbatch",
         reference="loop by hand",
-        contenders=contenders(nn.Sequential(*stack), loss, batch, _usual_ways(size)),
+        contenders=contenders(nn.Sequential(*stack), loss, batch, _usual_ways(rows, size)),
         bars=_usual_bars(),
     )
 
@@ -82,7 +82,9 @@ def _gpt(rows: int = 64, size: int = 4, tokens: int = 128, vocabulary: int = 819
         name="torch-gpt",
         title=f"PyTorch: gradient of a GPT of 4 × 256, {rows} × {tokens} tokens, {size} rows a microbatch",
         reference="loop by hand",
-        contenders=contenders(GPT(256, 4, vocabulary), token_loss, (ids, ids), _usual_ways(size)),
+        contenders=contenders(
+            GPT(256, 4, vocabulary), token_loss, (ids, ids), _usual_ways(rows, size)
+        ),
         bars=_usual_bars(),
         rounds=3,
     )
@@ -108,13 +110,17 @@ def _ragged(rows: int = 32, size: int = 2, tokens: int = 128, vocabulary: int = 
     )
 
 
-def _usual_ways(size: int) -> Ways:
+def _usual_ways(rows: int, size: int) -> Ways:
+    # Made once for all steps, as in a training loop.
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=rows // size)
     return {
         "loop by hand": lambda model, loss, batch: by_hand(model, loss, batch, size),
         "backward": lambda model, loss, batch: mb.backward(
             lambda *rows: loss(model, *rows), *batch, microbatch_size=size
         ),
-        "Accelerate accumulate": lambda model, loss, batch: _accelerate(model, loss, batch, size),
+        "Accelerate accumulate": lambda model, loss, batch: _accelerate(
+            accelerator, model, loss, batch, size
+        ),
         "whole batch": whole_batch,
     }
 
@@ -138,10 +144,14 @@ def by_hand(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...], size:
     return total
 
 
-def _accelerate(model: nn.Module, loss: Loss, batch: tuple[torch.Tensor, ...], size: int) -> None:
-    rows = len(batch[0])
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=rows // size)
-    for start in range(0, rows, size):
+def _accelerate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    loss: Loss,
+    batch: tuple[torch.Tensor, ...],
+    size: int,
+) -> None:
+    for start in range(0, len(batch[0]), size):
         with accelerator.accumulate(model):
             piece = [tensor[start : start + size] for tensor in batch]
             accelerator.backward(loss(model, *piece))
