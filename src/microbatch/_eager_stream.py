@@ -25,6 +25,7 @@ class EagerStream(Stream):
         self.fun = fun
         self.args = list(args)
         self.total: Any = 0
+        self._began = 0
         self._first_rows: int | None = None
         self._first_weight: Any = None
         self._unrun: tuple[Any, ...] | None = None
@@ -94,6 +95,7 @@ class EagerStream(Stream):
         """What a checkpoint holds of this class."""
         return {
             "rows_read": self.rows_read,
+            "began": self._began,
             "total": self.total,
             "first_weight": self._first_weight,
             "output": self.output_words,
@@ -106,6 +108,7 @@ class EagerStream(Stream):
 
     def _start(self, output: Any, rows: int | None) -> None:
         self.output_words = leaves_words(leaves_with_paths(output, "output"))
+        self._began = self.position
         self.make_folds(output, rows or 0)
         self._unrun = None
 

@@ -68,6 +68,74 @@ def assemble(accumulator: Any, output: Any, results: Sequence[Any]) -> Any:
     return map_subtrees(place, accumulator, output, is_prefix_leaf=is_accumulator)
 
 
+class Structure(NamedTuple):
+    """What the outputs of all microbatches have in common: the structure of the first.
+
+    Attributes:
+      where: opens the messages.
+      accumulator: `canonical`, a prefix of the output.
+      skeleton: an output with 0 for each leaf.
+      pattern: an output with a mark for each part.
+      paths: of the parts.
+    """
+
+    where: str
+    accumulator: Any
+    skeleton: Any
+    pattern: Any
+    paths: list[str]
+
+    @classmethod
+    def of(cls, where: str, accumulator: Any, output: Any, parts: Sequence[Part]) -> "Structure":
+        """The structure of `output`, whose parts are `parts`."""
+        skeleton = map_leaves(lambda _: 0, output)
+        marks = [_LEAF if isinstance(p.accumulator, AccumulationType) else _PART for p in parts]
+        pattern = assemble(accumulator, skeleton, marks)
+        return cls(where, accumulator, skeleton, pattern, [part.path for part in parts])
+
+    def values(self, output: Any) -> list[Any]:
+        """The values of the parts of another output, in the order of the first; one of another structure is refused."""
+        values: list[Any] = []
+        if _collected(self.pattern, output, values):
+            return values
+        parts = parts_of(self.where, self.accumulator, output)
+        paths = [part.path for part in parts]
+        if paths != self.paths:
+            raise AccumulatorError(
+                f"{self.where}: the output has {', '.join(paths)} in one microbatch and "
+                f"{', '.join(self.paths)} in the first.\n"
+                "Return the same structure from every microbatch."
+            )
+        return [part.value for part in parts]
+
+    def whole(self, results: Sequence[Any]) -> Any:
+        """The output with the results in place of its parts."""
+        return assemble(self.accumulator, self.skeleton, results)
+
+
+_LEAF, _PART = object(), object()
+
+
+def _collected(pattern: Any, tree: Any, values: list[Any]) -> bool:
+    """Appends what stands at each part of `pattern`; False where `tree` has another structure.
+
+    The quick way for what is nearly always so; `parts_of` is the one that explains.
+    """
+    if pattern is _LEAF or pattern is _PART:
+        values.append(tree)
+        return pattern is _PART or not (tree is None or isinstance(tree, dict | list | tuple))
+    if type(pattern) is not type(tree):
+        return False
+    if isinstance(pattern, dict):
+        if pattern.keys() != tree.keys():
+            return False
+        return all(_collected(child, tree[key], values) for key, child in pattern.items())
+    if isinstance(pattern, list | tuple):
+        pairs = zip(pattern, tree, strict=False)
+        return len(pattern) == len(tree) and all(_collected(*pair, values) for pair in pairs)
+    return pattern is None
+
+
 def unknown_accumulator(where: str, path: str, entry: Any) -> AccumulatorError:
     """The error for an entry of the accumulators' tree that is none."""
     return AccumulatorError(

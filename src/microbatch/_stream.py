@@ -112,7 +112,8 @@ class Stream(abc.ABC):
 
     @abc.abstractmethod
     def progress(self) -> Progress:
-        """The state, as a checkpoint holds it; its numbers have `rows_read` and `output`."""
+        """The state, as a checkpoint holds it; its numbers have `rows_read` and `output`, and `began` where the folds were not made
+        of the first microbatch."""
 
     @abc.abstractmethod
     def restore(self, saved: Progress) -> None:
@@ -145,7 +146,9 @@ def fold_stream(
         del element
         if path is not None and checkpoint is None:
             checkpoint = Checkpoint(path, where, stream.identity(microbatch))
-            saved = _resumed(stream, checkpoint, microbatch)
+            saved = checkpoint.load()
+        if checkpoint is not None and saved is not None:
+            _take_up(stream, checkpoint, saved, microbatch)
         if saved is not None and stream.position < saved.position:
             stream.pass_over(microbatch)
         else:
@@ -181,6 +184,14 @@ def _check_given(where: str, microbatches: Any, path: Any) -> None:
             f"{where}: checkpoint={path!r} is not a path.\n"
             'Give the name of a file, for example checkpoint="state.safetensors".'
         )
+    if path is not None and (
+        os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")
+    ):
+        what = "is a folder" if os.path.isdir(path) else "lies in a folder that does not exist"
+        raise CheckpointError(
+            f"{where}: checkpoint={os.fspath(path)!r} {what}.\n"
+            "Give the name of a file in a folder that exists."
+        )
 
 
 def identity_of(
@@ -203,14 +214,12 @@ def identity_of(
     }
 
 
-def _resumed(stream: Stream, checkpoint: Checkpoint, microbatch: Any) -> Progress | None:
-    """What the file holds, taken into the stream; None where there is no file."""
-    saved = checkpoint.load()
-    if saved is not None:
+def _take_up(stream: Stream, checkpoint: Checkpoint, saved: Progress, microbatch: Any) -> None:
+    """Takes what the file holds into the stream, at the microbatch whose output made the folds then."""
+    if not stream.started and stream.position == saved.numbers.get("began", 0):
         stream.start(microbatch)
         checkpoint.check("output", saved.numbers["output"], stream.output_words)
         stream.restore(saved)
-    return saved
 
 
 def _reached(stream: Stream, checkpoint: Checkpoint | None, saved: Progress | None) -> None:

@@ -193,3 +193,53 @@ def test_a_foreign_checkpoint_is_refused(front, tmp_path, monkeypatch):
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         fold(scale, **whole())
+
+
+@pytest.mark.parametrize("path", ["", "missing/state"])
+def test_a_checkpoint_that_could_not_be_written_is_refused_before_anything_runs(
+    front, path, tmp_path
+):
+    ran = []
+    with pytest.raises(CheckpointError, match="folder that exists"):
+        front.module.accumulate(ran.append)(microbatches=[0.0], checkpoint=tmp_path / path)
+    assert not ran
+
+
+def test_a_stream_whose_first_microbatches_were_skipped_continues(front, tmp_path, monkeypatch):
+    # Time stands still, so that every microbatch is saved.
+    monkeypatch.setattr("microbatch._checkpoint.time", SimpleNamespace(monotonic=lambda: 0.0))
+    x, mask = np.arange(1.0, 10.0), np.array([0.0] * 3 + [1.0, 0.0] + [1.0] * 4)
+    x[:3] = np.nan
+    elements = [front.arrays((x[a:b], mask[a:b])) for a, b in ((0, 3), (3, 5), (5, 8), (8, 9))]
+    fold = front.module.accumulate(
+        lambda x, mask: ((x * mask).sum() / mask.sum(), x),
+        (MEAN, CONCAT),
+        weight_fn=lambda x, mask: mask.sum(),
+    )
+
+    def broken(after):
+        yield from elements[:after]
+        raise Stopped
+
+    for after in (2, 3):
+        with pytest.raises(Stopped):
+            fold(microbatches=broken(after), checkpoint=tmp_path / "state")
+        result = front.results(fold(microbatches=elements, checkpoint=tmp_path / "state"))
+        rows = np.where(np.arange(9) < 3, 0.0, x)
+        assert_same_tree(result, (np.array(34.0 / 5), rows), units_of_rounding=4)
+
+
+def test_keys_of_an_output_may_come_in_any_order(front):
+    turn = []
+
+    def fun(x):
+        turn.append(None)
+        total = {"a": x.sum(), "b": -2 * x.sum()}
+        return total if len(turn) % 2 else dict(reversed(total.items()))
+
+    x = np.arange(6.0)
+    for result in (
+        front.module.accumulate(fun)(microbatches=stream_of(front, x, size=2)),
+        front.microbatch(fun, 0, 2)(front.arrays(x)),
+    ):
+        assert_same_tree(front.results(result), {"a": np.array(15.0), "b": np.array(-30.0)})

@@ -5,8 +5,8 @@ from typing import Any
 
 from microbatch._accumulation import AccumulationType, Carry, Step
 from microbatch._errors import AccumulatorError, MicrobatchError
-from microbatch._outputs import Part, assemble, parts_of
-from microbatch._trees import map_leaves, map_subtrees
+from microbatch._outputs import Part, Structure, parts_of
+from microbatch._trees import map_subtrees
 from microbatch.numpy._folds import Fold, refuse_masked
 
 
@@ -32,9 +32,6 @@ class Folding:
         self._accumulator = accumulator
         self._out = out
         self._make = make
-        self._paths: list[str] = []
-        self._skeleton: Any = None
-        self._pattern: Any = None
         self._carried: list[int] = []
         self._skipped: list[Step] = []
         self.folds: list[Fold] = []
@@ -51,11 +48,9 @@ class Folding:
                 refuse_masked(self._where, part.path, part.value)
         targets = _targets(self._where, parts, output, self._out)
         self.folds = self._make(parts, targets, rows)
-        self._paths = [part.path for part in parts]
+        self._structure = Structure.of(self._where, self._accumulator, output, parts)
         self.accumulators = [part.accumulator for part in parts]
         self._carried = [i for i, a in enumerate(self.accumulators) if isinstance(a, Carry)]
-        self._skeleton = map_leaves(lambda _: 0, output)
-        self._pattern = assemble(self._accumulator, self._skeleton, [_PART] * len(parts))
         self.carries = [fold.init() for fold in self.folds]
         self.started = True
         for step in self._skipped:
@@ -63,7 +58,7 @@ class Folding:
 
     def add(self, output: Any, step: Step) -> dict[Carry, Any]:
         """Folds one output in; the parts that are carried into the next microbatch."""
-        values = self._values(output)
+        values = self._structure.values(output)
         self.carries = [
             fold.update(carry, value, step)
             for fold, carry, value in zip(self.folds, self.carries, values, strict=True)
@@ -87,9 +82,9 @@ class Folding:
 
     def alone(self, output: Any, step: Step) -> Any:
         """The result where `output` is the only one there will be."""
-        values = self._values(output)
+        values = self._structure.values(output)
         results = [fold.alone(value, step) for fold, value in zip(self.folds, values, strict=True)]
-        return assemble(self._accumulator, self._skeleton, results)
+        return self._structure.whole(results)
 
     def result(self, total: Any) -> Any:
         """The result; `total` is what MEAN divides by."""
@@ -97,45 +92,7 @@ class Folding:
             fold.finalize(carry, total)
             for fold, carry in zip(self.folds, self.carries, strict=True)
         ]
-        return assemble(self._accumulator, self._skeleton, results)
-
-    def _values(self, output: Any) -> list[Any]:
-        """The values of the parts of an output, which has the structure of the first one."""
-        values: list[Any] = []
-        if _collected(self._pattern, output, values):
-            return values
-        parts = parts_of(self._where, self._accumulator, output)
-        paths = [part.path for part in parts]
-        if paths != self._paths:
-            raise AccumulatorError(
-                f"{self._where}: the output has {', '.join(paths)} in one microbatch and "
-                f"{', '.join(self._paths)} in the first.\n"
-                "Return the same structure from every microbatch."
-            )
-        return [part.value for part in parts]
-
-
-_PART = object()
-
-
-def _collected(pattern: Any, tree: Any, values: list[Any]) -> bool:
-    """Appends what stands at each part of `pattern`; False where `tree` has another structure.
-
-    The quick way for what is nearly always so; `parts_of` is the one that explains.
-    """
-    if pattern is _PART:
-        values.append(tree)
-        return True
-    if type(pattern) is not type(tree):
-        return False
-    if isinstance(pattern, dict):
-        if pattern.keys() != tree.keys():
-            return False
-        return all(_collected(child, tree[key], values) for key, child in pattern.items())
-    if isinstance(pattern, list | tuple):
-        pairs = zip(pattern, tree, strict=False)
-        return len(pattern) == len(tree) and all(_collected(*pair, values) for pair in pairs)
-    return pattern is None
+        return self._structure.whole(results)
 
 
 def _targets(where: str, parts: list[Part], output: Any, out: Any) -> dict[str, Any]:

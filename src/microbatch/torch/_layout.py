@@ -8,12 +8,10 @@ import torch
 
 from microbatch._accumulation import AccumulationType, Carry
 from microbatch._errors import AccumulatorError
-from microbatch._outputs import Part, assemble, parts_of
+from microbatch._outputs import Part, Structure, parts_of
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._internals import is_transformed
 from microbatch.torch._tensors import as_tensor, spec_of
-
-_LEAF = object()
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Layout:
 
     where: str
     accumulator: Any
-    template: Any
+    structure: Structure
     parts: list[Part]
     numbers: tuple[type | None, ...]
     """For each leaf the Python type of a number, or None for a tensor."""
@@ -39,15 +37,19 @@ class Layout:
             Part(entry, path, map_leaves(lambda leaf: spec_of(as_tensor(leaf)), value))
             for entry, path, value in found
         ]
-        return cls(where, accumulator, map_leaves(lambda _: _LEAF, output), specs, tuple(numbers))
+        structure = Structure.of(where, accumulator, output, found)
+        return cls(where, accumulator, structure, specs, tuple(numbers))
+
+    @property
+    def template(self) -> Any:
+        """The structure of the output."""
+        return self.structure.skeleton
 
     def flatten(self, output: Any) -> list[Any]:
         """The values of the parts: a tensor where a part is one leaf, a tree where it is a subtree."""
-        if self.template is _LEAF and isinstance(output, torch.Tensor):
-            return [output]
         return [
-            part.value if isinstance(part.accumulator, Carry) else map_leaves(as_tensor, part.value)
-            for part in parts_of(self.where, self.accumulator, output)
+            value if isinstance(part.accumulator, Carry) else map_leaves(as_tensor, value)
+            for part, value in zip(self.parts, self.structure.values(output), strict=True)
         ]
 
     def assemble(self, results: Sequence[Any]) -> Any:
@@ -61,7 +63,7 @@ class Layout:
             )
             number = None if stays else kinds[0]
             restored.append(result if number is None else _as_number(result, number))
-        return assemble(self.accumulator, self.template, restored)
+        return self.structure.whole(restored)
 
 
 def _number_type(where: str, path: str, leaf: Any) -> type | None:
