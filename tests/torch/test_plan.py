@@ -174,9 +174,9 @@ def test_vmapped_gradients_are_planned():
 def counted_probes(monkeypatch):
     """The sizes that are probed from here on."""
     sizes = []
-    original = _simulation._Loop.peak_bytes
+    original = _simulation.Loop.peak_bytes
     counting = lambda self, size: sizes.append(size) or original(self, size)
-    monkeypatch.setattr(_simulation._Loop, "peak_bytes", counting)
+    monkeypatch.setattr(_simulation.Loop, "peak_bytes", counting)
     return sizes
 
 
@@ -434,6 +434,28 @@ def test_time_measures_few_sizes_and_takes_the_fastest():
     assert 1 < len(timed) <= 5
     assert found.microbatch_size == min(timed, key=timed.get)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_time_counts_each_row_and_the_one_step_of_a_batch_once(monkeypatch, is_loss):
+    """On a clock that only rows and steps move: a batch of 64 rows takes 64 seconds, its step 100, whatever the size."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    weight = nn.Parameter(torch.ones(4))
+
+    def loss(x):
+        now[0] += len(x)
+        return (x * weight).square().mean() if is_loss else x * 2
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            now[0] += 100
+            return super().step(closure)
+
+    optimizer = Slow([weight], 0.1) if is_loss else None
+    found = plan(loss, memory_budget="1GiB", time=True, optimizer=optimizer)(torch.ones(64, 4))
+    timed = {c.microbatch_size: c.seconds for c in found.candidates if c.seconds is not None}
+    assert len(timed) > 2 and set(timed.values()) == {164.0 if is_loss else 64.0}
 
 
 def test_auto_is_remembered_by_what_the_function_is(monkeypatch, caplog):

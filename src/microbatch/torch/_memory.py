@@ -1,6 +1,6 @@
 """How many bytes a microbatch size takes, and the size that fits: followed on shapes, nothing is allocated."""
 
-import functools
+import dataclasses
 import statistics
 import time as clock
 import weakref
@@ -33,7 +33,7 @@ from microbatch._search import (
 )
 from microbatch.torch._batch import Batch
 from microbatch.torch._discovery import discover
-from microbatch.torch._simulation import Work, fake_peaks, real_peak, run_once
+from microbatch.torch._simulation import Work, fake_peaks, real_loop, real_peak
 
 # What shapes do not tell on CUDA: the libraries' workspaces, and what fragmentation wastes.
 CUDA_WORKSPACE_BYTES = 128 * 2**20
@@ -191,22 +191,33 @@ def _margin_within(total_bytes: int, device: torch.device) -> int:
 
 
 def _measure(work: Work, found: Search, sizes: Sequence[int]) -> dict[int, float]:
-    """Seconds a batch takes at the largest sizes that fit, one per halving, at most five."""
+    """Seconds a batch and its step take at the largest sizes that fit, one per halving, at most five."""
     seconds = {}
     for size in halvings(sizes, found.microbatch_size or 0):
-        run = functools.partial(run_once, work, size)
-        run()
-        seconds[size] = statistics.median(_timed(run, work.device) for _ in range(3))
+        with real_loop(work) as loop:
+            loop.run_two(size)
+            loop.step()
+        # Known by now, so that nothing is run to find it out.
+        work = dataclasses.replace(work, backward=loop.backward)
+        seconds[size] = statistics.median(_seconds_of_batch(work, size) for _ in range(3))
     return seconds
 
 
-def _timed(run: Callable[[], float], device: torch.device) -> float:
-    """Seconds of the whole batch, from a run of a share of it."""
+def _seconds_of_batch(work: Work, size: int) -> float:
+    """What all microbatches take, from two of them, and the step after the last."""
+    rows = work.batch.batch_size
+    with real_loop(work) as loop:
+        of_two = _timed(lambda: loop.run_two(size), work.device)
+        of_step = _timed(loop.step, work.device)
+    return of_two * rows / min(2 * size, rows) + of_step
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
     _wait(device)
     start = clock.perf_counter()
-    share = run()
+    run()
     _wait(device)
-    return (clock.perf_counter() - start) / share
+    return clock.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:

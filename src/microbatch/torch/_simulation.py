@@ -71,21 +71,14 @@ def fake_peaks(work: Work) -> Iterator[Callable[[int], int]]:
 
 def real_peak(work: Work, size: int) -> int:
     """The same on the real tensors: it runs `fun`, and puts gradients, buffers and random state back."""
-    with _real(work) as loop, loop.tracker:
+    with real_loop(work) as loop, loop.tracker:
         loop.tracker.hold(_resident(discover(work.fun, work.batch.args), work))
         loop.tracker.hold(tree_leaves(work.batch.args))
         return loop.peak_bytes(size)
 
 
-def run_once(work: Work, size: int) -> float:
-    """Runs two microbatches for real, and says which share of the batch that was."""
-    with _real(work) as loop:
-        loop.run_once(size)
-    return min(2 * size, work.batch.batch_size) / work.batch.batch_size
-
-
 @contextlib.contextmanager
-def _faked(work: Work) -> "Iterator[_Loop]":
+def _faked(work: Work) -> "Iterator[Loop]":
     mode = FakeTensorMode()
     twins = _Twins(mode, work.device)
     tracker = _Tracker(work.device, twins)
@@ -100,7 +93,7 @@ def _faked(work: Work) -> "Iterator[_Loop]":
                 # Steps act on twins, so the state that there is already may be used as it is.
                 optimizer = _clone(work.optimizer, lambda tensor: tensor)
                 batch = Batch(args, work.batch.dims, work.batch.batch_size)
-                yield _Loop(work, batch, optimizer, tracker, leaves)
+                yield Loop(work, batch, optimizer, tracker, leaves)
     except (DataDependentOutputException, DynamicOutputShapeException) as stop:
         raise PlanError(_stopped(work, str(stop.func), stop)) from None
     except RuntimeError as stop:
@@ -110,7 +103,8 @@ def _faked(work: Work) -> "Iterator[_Loop]":
 
 
 @contextlib.contextmanager
-def _real(work: Work) -> "Iterator[_Loop]":
+def real_loop(work: Work) -> "Iterator[Loop]":
+    """The loop on the real tensors; gradients, buffers, parameters and random state are put back."""
     found = discover(work.fun, work.batch.args)
     tracker = _Tracker(work.device, None)
     devices = [work.device] if work.device.type == "cuda" else []
@@ -121,7 +115,7 @@ def _real(work: Work) -> "Iterator[_Loop]":
         torch.random.fork_rng(devices),
     ):
         tracker.live_bytes += bucket_bytes
-        yield _Loop(work, work.batch, _clone(work.optimizer, torch.clone), tracker, leaves)
+        yield Loop(work, work.batch, _clone(work.optimizer, torch.clone), tracker, leaves)
 
 
 class _Twins:
@@ -172,7 +166,7 @@ class _Tracker(TensorBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class _Loop:
+class Loop:
     """The loop over microbatches, with the gradients and the optimizer state that are there from its first one on."""
 
     def __init__(
@@ -204,7 +198,7 @@ class _Loop:
         incomplete = not self.has_state or (accumulates and not self.has_gradients)
         if self.backward is not False and incomplete:
             self._run(pieces[:1])
-            self._step()
+            self.step()
         turn = pieces[:1] if accumulates else pieces
         if self.backward is not False and self._leaves_more(turn, clears=not accumulates):
             # Something of a microbatch stays, and the next one of its size finds it there.
@@ -216,12 +210,11 @@ class _Loop:
             _run_forward(self.work, self.batch, pieces)
         return self.tracker.peak_bytes
 
-    def run_once(self, size: int) -> None:
-        """The first two microbatches, and the optimizer's step."""
+    def run_two(self, size: int) -> None:
+        """The first two microbatches."""
         pieces = self._pieces(size)
         if self.backward is not False:
             self._run(pieces)
-            self._step()
         if self.backward is False:
             _run_forward(self.work, self.batch, pieces)
 
@@ -261,7 +254,8 @@ class _Loop:
                 _move_gradients(self.leaves, self.buffers, self.work.accumulator_dtype)
             self.has_gradients = True
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """The optimizer's step, with the gradients that there are."""
         if self.optimizer is None or self.backward is False:
             return
         for leaf in self.leaves:
