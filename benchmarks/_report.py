@@ -43,11 +43,12 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
 
 def save(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Merges `results` into the JSON at `path` by name, and writes RESULTS.md and the figures beside it."""
-    known = json.loads(path.read_text())["results"] if path.exists() else []
-    merged = {result["name"]: result for result in [*known, *results]}
+    known = json.loads(path.read_text()) if path.exists() else []
+    # Each remembers where it is from: a later run may be on another machine, or with other versions.
+    new = [{**result, "machine": _machine(), "versions": _versions()} for result in results]
+    merged = {result["name"]: result for result in [*known, *new]}
     everything = list(merged.values())
-    machine = {"machine": _machine(), "versions": _versions(), "results": everything}
-    path.write_text(json.dumps(machine, indent=1) + "\n")
+    path.write_text(json.dumps(everything, indent=1) + "\n")
     (path.parent / "RESULTS.md").write_text(_markdown(everything))
     _figure([r for r in everything if "reference" in r], path.with_name("results.svg"))
     _growth_figure([r for r in everything if r.get("x")], path.with_name("growth.svg"))
@@ -95,6 +96,7 @@ def _bars(result: dict[str, Any]) -> list[str]:
 
 
 def _markdown(results: Sequence[dict[str, Any]]) -> str:
+    origins = [_origin(result) for result in results]
     parts = [
         "# Measured",
         "",
@@ -103,22 +105,27 @@ def _markdown(results: Sequence[dict[str, Any]]) -> str:
         "bytes, gradients included. Errors are relative to the "
         "same computation in float64. Written by `python -m benchmarks --save`.",
         "",
-        f"Machine: {_machine()}.",
-        f"Versions: {', '.join(f'{name} {version}' for name, version in _versions().items())}.",
-        "",
+        *([origins[0], ""] if len(set(origins)) == 1 else []),
         "![Time and memory relative to the reference](results.svg)",
         "",
     ]
     if any(result.get("x") for result in results):
         parts += ["![How cost grows](growth.svg)", ""]
-    for result in results:
+    for result, origin in zip(results, origins, strict=True):
         columns, rows = _table(result)
         note = f"Reference: {result['reference']}." if "reference" in result else result["note"]
+        if len(set(origins)) > 1:
+            note = f"{note} {origin}".strip()
         parts += [f"## {result['title']}", "", *([note, ""] if note else [])]
         parts += ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
         parts += ["| " + " | ".join(row) + " |" for row in rows]
         parts += ["", *(f"- {line}" for line in _bars(result)), ""]
     return "\n".join(parts)
+
+
+def _origin(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"Machine: {result['machine']}. Versions: {versions}."
 
 
 def _figure(results: Sequence[dict[str, Any]], path: Path) -> None:
