@@ -15,15 +15,7 @@ from jax import lax
 
 from microbatch._accumulation import EXTREMES, AccumulationType, Accumulator
 from microbatch.jax._accumulators import CONCAT, RULES, SUM, Moment, Output, carry_dtype
-from microbatch.jax._fold import (
-    Arrays,
-    Loop,
-    clamped,
-    divisor,
-    last_to_run,
-    only,
-    which_run,
-)
+from microbatch.jax._fold import Arrays, Loop, clamped, divisor, last_to_run, only, which_run
 from microbatch.jax._rows import filled, take
 
 StepResult = tuple[list[Any], list[Any]]

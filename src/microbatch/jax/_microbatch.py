@@ -19,17 +19,10 @@ from microbatch._checks import (
     per_argument,
     signature_of,
 )
-from microbatch._errors import (
-    BatchError,
-)
+from microbatch._errors import BatchError
 from microbatch._splitting import Auto, Order, Remainder, make_split
 from microbatch.jax._binding import batch_leaves, flatten_call
-from microbatch.jax._devices import (
-    Reduce,
-    check_sharded,
-    find_devices,
-    refused_carry,
-)
+from microbatch.jax._devices import Reduce, check_sharded, find_devices, refused_carry
 from microbatch.jax._differentiate import Differentiate
 from microbatch.jax._looped import looped
 from microbatch.jax._memory import resolve_auto

@@ -1,7 +1,7 @@
 """One call of `accumulate`: what is on the devices and in the host's memory while a stream goes by."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from microbatch.jax._stream_leaves import (
     to_host,
     with_paths,
 )
-from microbatch.jax._stream_program import Program, Structure, program_of, rows_of
+from microbatch.jax._stream_program import Program, Structure, concatenated, program_of, rows_of
 
 _IN_FLIGHT = 2
 
@@ -79,7 +79,7 @@ class Folding(Stream):
         targets = targets_of(self.where, self._out, self._planned.types, places)
         types = [(f"output{path}", leaf) for path, leaf in with_paths(self._planned.types)]
         self._host_rows = []
-        for place, output in zip(places, _concatenated(outputs), strict=True):
+        for place, output in zip(places, concatenated(outputs), strict=True):
             path = types[place][0]
             _check_concat(self.where, path, output.type)
             rows_so_far = HostRows(self.where, path, output.type, targets.get(place))
@@ -186,7 +186,7 @@ class Folding(Stream):
         self.wait()
         if self._host_rows:
             outputs = program.planned(self._shared, self._initial, rows).outputs
-            for host_rows, output in zip(self._host_rows, _concatenated(outputs), strict=True):
+            for host_rows, output in zip(self._host_rows, concatenated(outputs), strict=True):
                 host_rows.append_zeros(output.type.shape[0] if output.type.shape else 1)
 
     def _land(self) -> None:
@@ -205,10 +205,6 @@ class Folding(Stream):
                     f"{self.where}: microbatch {self.position} holds {path} = {leaf!r:.60}, which is not an array.\n"
                     "Leave it out: microbatches=((batch['x'], batch['y']) for batch in loader)."
                 )
-
-
-def _concatenated(outputs: Sequence[Any]) -> list[Any]:
-    return [output for output in outputs if output.kind is CONCAT]
 
 
 def _check_concat(where: str, path: str, aval: Any) -> None:

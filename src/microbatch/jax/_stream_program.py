@@ -177,7 +177,9 @@ class Program:
             return folded_in(settings.where, plan, outputs, state, values, weight, index)
 
         def skip(state: State) -> tuple[State, list[Any]]:
-            return state, [jnp.zeros(o.type.shape or (1,), o.type.dtype) for o in _rows(outputs)]
+            return state, [
+                jnp.zeros(o.type.shape or (1,), o.type.dtype) for o in concatenated(outputs)
+            ]
 
         if settings.weight_fn is None:
             state, pieces = run(state)
@@ -232,5 +234,6 @@ def _programs_of(fun: Callable[..., Any]) -> tuple[Recent[Program], Callable[[],
     return programs, reference
 
 
-def _rows(outputs: Sequence[Output]) -> list[Output]:
+def concatenated(outputs: Sequence[Output]) -> list[Output]:
+    """The outputs whose rows are kept side by side."""
     return [output for output in outputs if output.kind is CONCAT]

@@ -1,6 +1,6 @@
 """Where the microbatches of a call come from: one batch that is cut, or a window of ready ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from microbatch.torch._batch import NOT_SPLIT, Batch, batch_of
 from microbatch.torch._carried import CarriedArguments
 from microbatch.torch._distributed import Sync
 from microbatch.torch._memory import device_of, resolve_auto
+from microbatch.torch._reduction import Reduction, WeightFn
 from microbatch.torch._simulation import Work, fake_peak
 
 
@@ -22,8 +23,8 @@ from microbatch.torch._simulation import Work, fake_peak
 class Options:
     """The keywords that `backward`, `backward_window` and `value_and_grad` share; documented there."""
 
-    reduction: Any = "mean"
-    weight_fn: Any = None
+    reduction: Reduction | Mapping[str, Reduction] = "mean"
+    weight_fn: WeightFn | Mapping[str, WeightFn | None] | None = None
     has_aux: bool = False
     sync: Sync = "auto"
     sync_modules: Sequence[nn.Module] | nn.Module | None = None

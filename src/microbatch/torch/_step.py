@@ -30,7 +30,7 @@ from microbatch.torch._guards import Guard, check_backward_fn
 from microbatch.torch._internals import version_of
 from microbatch.torch._losses import Losses
 from microbatch.torch._out_of_memory import is_out_of_memory, out_of_memory
-from microbatch.torch._reduction import Terms, scale, terms_of
+from microbatch.torch._reduction import Term, Terms, scale, terms_of
 from microbatch.torch._sources import Options, Preparation, Source
 from microbatch.torch._transfer import moved
 
@@ -87,19 +87,19 @@ def step(
     check_counts(where, wrappers, source.count, totals.even)
     mode = syncs(where, wrappers, options.sync, totals.even)
     call = _Call(
-        where,
-        loss_fn,
-        given,
-        source,
-        terms,
-        totals,
-        options,
-        found,
-        guard,
-        wrappers,
-        mode,
-        wide,
-        inputs,
+        where=where,
+        loss_fn=loss_fn,
+        given=given,
+        source=source,
+        terms=terms,
+        totals=totals,
+        options=options,
+        found=found,
+        guard=guard,
+        wrappers=wrappers,
+        mode=mode,
+        wide=wide,
+        inputs=inputs,
     )
     return call.run()
 
@@ -187,13 +187,13 @@ class _Call:
             return everything
         return [i for i in everything if not self._is_void(i)] or everything[-1:]
 
-    def _scale(self, key: Any, term: Any, index: int) -> float:
+    def _scale(self, term: Term, index: int) -> float:
         weights = self.totals.weights[term.column]
         weight = weights[index] if weights else 0.0
         return scale(term, weight, self.totals.totals[term.column])
 
     def _is_void(self, index: int) -> bool:
-        return all(self._scale(key, term, index) == 0 for key, term in self.terms.terms.items())
+        return all(self._scale(term, index) == 0 for term in self.terms.terms.values())
 
     def _forward(self, args: Any, progress: _Run, first: bool) -> torch.Tensor:
         """The scaled loss of one microbatch; its values are added to the batch's."""
@@ -214,7 +214,7 @@ class _Call:
         progress.losses.check_keys(keys, index)
         total: torch.Tensor | None = None
         for key, term in self.terms.of(self.where, keys).items():
-            loss, factor = losses[key], self._scale(key, term, index)
+            loss, factor = losses[key], self._scale(term, index)
             progress.losses.add(key, loss, factor)
             if factor:
                 factor *= self.wrappers.world
