@@ -15,7 +15,7 @@ PUBLIC = (
     "microbatch.torch",
     "microbatch.numpy",
 )
-NOT_MEASURED = "# Measured\n\nNothing yet: `make bench` writes `benchmarks/RESULTS.md`, which is shown here.\n"
+NOT_MEASURED = "# Measured\n\nNothing yet: `make bench BENCH_ARGS=--save` writes `benchmarks/RESULTS.md`, which is shown here.\n"
 
 
 def on_files(files, config):
