@@ -7,7 +7,6 @@ size that is asked for is then as good as all, unless something of a microbatch 
 import contextlib
 import gc
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +20,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from microbatch._errors import PlanError
 from microbatch.torch._batch import Batch
 from microbatch.torch._discovery import Found, discover
+from microbatch.torch._put_back import (
+    clone_of,
+    generators_kept,
+    gradients_kept,
+    parameters_kept,
+    unwrapped,
+)
 from microbatch.torch._tensors import carry_dtype
-from microbatch.torch._tracking import TensorBytes, tensor_bytes
+from microbatch.torch._tracking import TensorBytes
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,19 @@ def _faked(work: Work) -> "Iterator[Loop]":
     tracker = _Tracker(work.device, twins)
     found = discover(work.fun, work.batch.args)
     try:
-        with kept(found, work) as leaves, _unwrapped(found) as bucket_bytes, mode, tracker:
+        with (
+            gradients_kept(found, work.batch.args, work.optimizer) as leaves,
+            unwrapped(found) as bucket_bytes,
+            mode,
+            tracker,
+        ):
             tracker.live_bytes += bucket_bytes
             tracker.hold(twins(t) for t in _resident(found, work))
             args = tree_map_only(torch.Tensor, twins, work.batch.args)
             tracker.hold(tree_leaves(args))
             with torch.compiler.set_stance("force_eager"):
                 # Steps act on twins, so the state that there is already may be used as it is.
-                optimizer = _clone(work.optimizer, lambda tensor: tensor)
+                optimizer = clone_of(work.optimizer, lambda tensor: tensor)
                 batch = Batch(args, work.batch.dims, work.batch.batch_size)
                 yield Loop(work, batch, optimizer, tracker, leaves)
     except (DataDependentOutputException, DynamicOutputShapeException) as stop:
@@ -109,13 +120,14 @@ def real_loop(work: Work) -> "Iterator[Loop]":
     tracker = _Tracker(work.device, None)
     devices = [work.device] if work.device.type == "cuda" else []
     with (
-        kept(found, work) as leaves,
-        _parameters_kept(work.optimizer),
-        _unwrapped(found) as bucket_bytes,
+        gradients_kept(found, work.batch.args, work.optimizer) as leaves,
+        parameters_kept(work.optimizer),
+        unwrapped(found) as bucket_bytes,
         torch.random.fork_rng(devices),
+        generators_kept(found),
     ):
         tracker.live_bytes += bucket_bytes
-        yield Loop(work, work.batch, _clone(work.optimizer, torch.clone), tracker, leaves)
+        yield Loop(work, work.batch, clone_of(work.optimizer, torch.clone), tracker, leaves)
 
 
 class _Twins:
@@ -150,6 +162,7 @@ class _Tracker(TensorBytes):
     def __init__(self, device: torch.device, twins: _Twins | None) -> None:
         super().__init__(twins, device=device)
         self.invents_numbers = False
+        self.is_real = twins is None
 
     def __torch_dispatch__(
         self,
@@ -162,7 +175,8 @@ class _Tracker(TensorBytes):
             # Autograd asks for it more often than it computes.
             return args[0].fake_device
         if self.invents_numbers and func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0
+            # Neither 0 nor 1: what is divided by may be the number, or one less it.
+            return 0.5
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -262,7 +276,7 @@ class Loop:
             if id(leaf) in self.buffers:
                 leaf.grad = self.buffers.pop(id(leaf)).to(leaf.dtype)
         self.tracker.restart_peak()
-        self.tracker.invents_numbers = True
+        self.tracker.invents_numbers = not self.tracker.is_real
         self.optimizer.step()
         self.tracker.invents_numbers = False
         if self.work.accumulator_dtype is not None:
@@ -335,22 +349,6 @@ def _move_gradients(
         leaf.grad = None
 
 
-def _clone(
-    optimizer: torch.optim.Optimizer | None, copy: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.optim.Optimizer | None:
-    """An optimizer with the same options and parameters whose steps leave the original's state alone."""
-    if optimizer is None:
-        return None
-    clone = object.__new__(type(optimizer))
-    # A scheduler puts a counting `step` on the instance, bound to the original.
-    clone.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"}
-    clone.param_groups = [dict(group) for group in optimizer.param_groups]
-    clone.state = defaultdict(
-        dict, {p: tree_map_only(torch.Tensor, copy, dict(s)) for p, s in optimizer.state.items()}
-    )
-    return clone
-
-
 def _resident(found: Found, work: Work) -> list[torch.Tensor]:
     """What lies in memory whatever the size: parameters, buffers, other tensors that `fun` holds."""
     modules = [module for _, module in found.modules.values()]
@@ -359,6 +357,11 @@ def _resident(found: Found, work: Work) -> list[torch.Tensor]:
     if work.optimizer is not None:
         held += [p for group in work.optimizer.param_groups for p in group["params"]]
     for tensor in held:
+        if is_lazy(tensor):
+            raise PlanError(
+                f"{work.where}: {work.fun} uses a lazy module whose parameters have no shape yet.\n"
+                "Call the module once, on a few rows, before planning."
+            )
         if (
             type(tensor).__name__ == "DTensor"
             or type(getattr(tensor, "data", None)).__name__ == "DTensor"
@@ -368,73 +371,6 @@ def _resident(found: Found, work: Work) -> list[torch.Tensor]:
                 "Give microbatch_size a number."
             )
     return [t for t in held if t is not None]
-
-
-@contextlib.contextmanager
-def kept(found: Found, work: Work) -> Iterator[list[torch.Tensor]]:
-    """Puts back `.grad` of every leaf and the modules' buffers (real runs change their values too); yields the leaves."""
-    leaves = {id(t): t for _, t in found.named_leaves()}
-    for group in work.optimizer.param_groups if work.optimizer is not None else ():
-        leaves |= {id(p): p for p in group["params"]}
-    leaves |= {
-        id(t): t
-        for t in tree_leaves(work.batch.args)
-        if _is_tensor(t) and t.is_leaf and t.requires_grad
-    }
-    grads = {key: leaf.grad for key, leaf in leaves.items()}
-    modules = [module for _, module in found.modules.values()]
-    buffers = [
-        (m, dict(m._buffers), [_copy(b) for b in m._buffers.values()])
-        for m in modules
-        if m._buffers
-    ]
-    for leaf in leaves.values():
-        leaf.grad = None
-    try:
-        yield list(leaves.values())
-    finally:
-        for key, leaf in leaves.items():
-            leaf.grad = grads[key]
-        for module, held, copies in buffers:
-            module._buffers.update(held)
-            for buffer, copy in zip(held.values(), copies, strict=True):
-                if buffer is not None and copy is not None and not torch.equal(buffer, copy):
-                    with torch.no_grad():
-                        buffer.copy_(copy)
-
-
-@contextlib.contextmanager
-def _parameters_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Takes back what real steps of `optimizer` do to its parameters; the copies lie in the host's memory."""
-    groups = optimizer.param_groups if optimizer is not None else []
-    copies = [(p, p.detach().to("cpu", copy=True)) for group in groups for p in group["params"]]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, copy in copies:
-                parameter.copy_(copy)
-
-
-def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    return None if buffer is None or buffer.is_meta else buffer.detach().clone()
-
-
-@contextlib.contextmanager
-def _unwrapped(found: Found) -> Iterator[int]:
-    """DistributedDataParallel modules call what they wrap, without a reducer; yields the bytes of their buckets."""
-    wrappers = [m for _, m in found.modules.values() if isinstance(m, DistributedDataParallel)]
-    for wrapper in wrappers:
-        wrapper.forward = wrapper.module.forward
-    try:
-        yield sum(
-            tensor_bytes([p for p in w.parameters() if p.requires_grad])
-            for w in wrappers
-            if not w.gradient_as_bucket_view
-        )
-    finally:
-        for wrapper in wrappers:
-            del wrapper.forward
 
 
 def _stopped(work: Work, operation: str, stop: BaseException) -> str:

@@ -23,8 +23,9 @@ from microbatch.torch._discovery import Found, discover
 from microbatch.torch._memory import device_budget, device_of
 from microbatch.torch._microbatch import microbatch
 from microbatch.torch._planning import bundle
+from microbatch.torch._put_back import gradients_kept
 from microbatch.torch._randomness import sources
-from microbatch.torch._simulation import Work, fake_peak, kept
+from microbatch.torch._simulation import Work, fake_peak
 from microbatch.torch._tensors import dtype_name
 
 
@@ -113,7 +114,7 @@ def verify(
         names = (*argument_names(fun, len(args)), *kwargs)
         weigh = None if weight_fn is None else _positional(weight_fn, len(args), tuple(kwargs))
         run = _Run(where, target, accumulator, options, weigh, batch, split, names)
-        with _unchanged(discover(fun, values), run):
+        with gradients_kept(discover(fun, values), run.batch.args):
             return _verify(run.that_fits(memory_budget), batch.batch_size, name_of(fun))
 
     return verified
@@ -322,13 +323,6 @@ def _double(found: Found) -> Iterator[None]:
     finally:
         for key, tensor in held.items():
             tensor.data = narrow[key]
-
-
-@contextlib.contextmanager
-def _unchanged(found: Found, run: _Run) -> Iterator[None]:
-    work = Work(run.where, run.fun, run.batch, False, None, None, None, torch.device("cpu"))
-    with kept(found, work):
-        yield
 
 
 def _positional(
