@@ -343,6 +343,44 @@ def test_nothing_of_the_users_changes():
         assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_trial_is_no_step_of_the_users():
+    model, batch = mlp()
+    noise = torch.Generator().manual_seed(0)
+    state = noise.get_state()
+    loss_fn = lambda x: model(x + torch.randn(x.shape, generator=noise)).square().mean()
+    optimizer = torch.optim.SGD(model.parameters())
+    stepped = []
+    optimizer.register_step_pre_hook(lambda *_: stepped.append("before"))
+    optimizer.register_step_post_hook(lambda *_: stepped.append("after"))
+    for options in ({}, {"probe": True}, {"time": True}):
+        plan(loss_fn, memory_budget="64MiB", optimizer=optimizer, **options)(batch)
+        assert not stepped
+        assert torch.equal(noise.get_state(), state)
+
+
+def test_optimizers_whose_steps_read_numbers_are_planned():
+    for kind in (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adafactor):
+        model, batch = mlp()
+        loss_fn = lambda x: model(x).square().mean()
+        optimizer = kind(model.parameters())
+        loss_fn(batch).backward()
+        optimizer.step()
+        assert plan(loss_fn, memory_budget="64MiB", optimizer=optimizer)(batch).microbatch_size
+
+
+def test_what_no_trial_can_step_is_refused():
+    model, batch = mlp()
+    loss_fn = lambda x: model(x).square().mean()
+    with pytest.raises(PlanError, match="needs a closure"):
+        plan(loss_fn, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(PlanError, match=r"not a torch\.optim\.Optimizer"):
+        plan(loss_fn, optimizer=model.parameters)
+    lazy = nn.LazyLinear(4)
+    with pytest.raises(PlanError, match="Call the module once"):
+        plan(lambda x: lazy(x).sum(), memory_budget="64MiB")(batch)
+    assert isinstance(lazy, nn.LazyLinear)
+
+
 STOPPED = {
     "item": (lambda x: x / x.max().item(), ".item()"),
     "mask": (lambda x: x[x > 0], "boolean mask"),

@@ -9,6 +9,7 @@ import torch
 
 from microbatch._accumulation import AccumulationType, as_accumulator
 from microbatch._checks import as_argnames, as_argnums, check_choice, locate, name_of, signature_of
+from microbatch._errors import PlanError
 from microbatch._planning import Plan
 from microbatch._search import refuse_sizes, sizes_of
 from microbatch.torch._batch import batch_of
@@ -87,6 +88,7 @@ def plan(
     where = f"plan({name_of(fun)})"
     refuse_sizes(where, options)
     check_choice(where, "remainder", remainder, ("error", "allow"))
+    _check_optimizer(where, optimizer)
     options |= {"argnames": argnames, "in_dims": in_dims, "remainder": remainder}
     options |= {"accumulator_dtype": accumulator_dtype}
     # Refuses what is wrong before there is a call.
@@ -120,6 +122,24 @@ def plan(
         return agreed(make, sizes, place, process_group)
 
     return planned
+
+
+def _check_optimizer(where: str, optimizer: Any) -> None:
+    """Refuses what is no optimizer, and one whose step evaluates the loss itself."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(
+            f"{where}: optimizer={optimizer!r:.60} is not a torch.optim.Optimizer.\n"
+            "Give the optimizer whose state and step must fit, or leave it out."
+        )
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
+        raise PlanError(
+            f"{where}: the step of {type(optimizer).__name__} needs a closure, which planning has not.\n"
+            "Leave optimizer= out, and memory_budget= room for its state."
+        ) from None
 
 
 def bundle(

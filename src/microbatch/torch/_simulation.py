@@ -357,7 +357,7 @@ def _resident(found: Found, work: Work) -> list[torch.Tensor]:
     if work.optimizer is not None:
         held += [p for group in work.optimizer.param_groups for p in group["params"]]
     for tensor in held:
-        if is_lazy(tensor):
+        if tensor is not None and is_lazy(tensor):
             raise PlanError(
                 f"{work.where}: {work.fun} uses a lazy module whose parameters have no shape yet.\n"
                 "Call the module once, on a few rows, before planning."
