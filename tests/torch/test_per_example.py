@@ -121,6 +121,16 @@ def test_frozen_and_tied_parameters_of_a_module():
     assert all(isinstance(p, nn.Parameter) for p in net.parameters())
 
 
+def test_gradients_of_a_sparse_embedding_are_held_like_others():
+    table, tokens = nn.Embedding(5, 3, sparse=True), torch.tensor([[0, 1], [4, 4], [1, 2]])
+    fun = lambda table, tokens: table(tokens).square().sum()
+    gradient = micro_grad(fun, microbatch_size=2, remainder="allow", engine="loop")(table, tokens)[
+        0
+    ]
+    fun(table, tokens).backward()
+    torch.testing.assert_close(gradient["weight"], table.weight.grad.to_dense())
+
+
 def test_norms_are_accurate():
     entries = torch.full((2_000_000,), 0.1)
     exact = entries.double().square().sum().sqrt().item()

@@ -169,6 +169,14 @@ def test_noise_that_hides_the_gradient_is_infinite():
     assert estimate.value.isinf() and estimate.defined
 
 
+def test_squared_norms_may_be_integers():
+    assert noise_scale(torch.tensor([2.0]), torch.tensor([1, 9])).variance == 2.0
+
+
+def test_a_norm_whose_square_overflows_leaves_nothing():
+    assert not clip_by_global_norm(1.0)(torch.tensor([1e30, 0.0])).any()
+
+
 def test_equal_gradients_have_no_noise():
     assert noise_scale(torch.tensor([2.0]), torch.tensor([4.0, 4.0])).value == 0
 

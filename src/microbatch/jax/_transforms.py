@@ -52,6 +52,7 @@ def clip_by_global_norm(max_norm: float) -> Callable[[Any], Any]:
     max_norm = 0            zeros
     max_norm = inf          unchanged
     nan or infinite entry   nan, as for a whole batch; skip such rows by a weight
+    its square overflows    zeros: a norm above 1.8e19 in float32
     ======================  ====================================================
 
     Source: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133, algorithm 1.

@@ -228,7 +228,8 @@ def _by_autograd(
         found = torch.autograd.grad(
             value, leaves, create_graph=follows, allow_unused=True, materialize_grads=True
         )
-    remaining = iter(found)
+    # Those of a sparse embedding are held like all others.
+    remaining = iter([g.to_dense() if g.is_sparse else g for g in found])
     gradients = tuple(map_leaves(lambda _: next(remaining), own[i]) for i in argnums)
     if follows:
         return gradients, (value, aux)

@@ -67,6 +67,7 @@ def clip_by_global_norm(max_norm: float) -> Callable[[Any], Any]:
     max_norm = 0            zeros
     max_norm = inf          unchanged
     nan or infinite entry   nan, as for a whole batch; skip such rows by a weight
+    its square overflows    zeros: a norm above 1.8e19 in float32
     ======================  ====================================================
 
     Source: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133, algorithm 1.
@@ -188,7 +189,8 @@ def noise_scale(mean_gradient: Any, squared_norms: torch.Tensor, group_size: int
         nan = torch.full_like(squared_norms[0], math.nan)
         return NoiseScale(nan, nan, nan, defined=False)
     small_batch, big_batch = group_size, groups * group_size
-    small, big = squared_norms.mean(), squared_norm(mean_gradient)
+    small = squared_norms.mean(dtype=torch.promote_types(squared_norms.dtype, torch.float32))
+    big = squared_norm(mean_gradient)
     squared = (big_batch * big - small_batch * small) / (big_batch - small_batch)
     variance = (small - big) / (1 / small_batch - 1 / big_batch)
     value = torch.where(squared <= 0, math.inf, variance / squared)
