@@ -28,7 +28,7 @@ class Digits:
 
 def load_digits() -> Digits:
     """1,437 training and 360 test images, in the same order on every machine and for every seed."""
-    data = needed("sklearn.datasets", "scikit-learn").load_digits()
+    data = _datasets().load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     images = (data.images[order] / 16).astype(np.float32)
     labels = data.target[order].astype(np.int32)
@@ -36,11 +36,11 @@ def load_digits() -> Digits:
     return Digits(images[train], labels[train], images[test], labels[test])
 
 
-def needed(module: str, package: str) -> ModuleType:
-    """Imports what the demo needs beside a framework."""
+def _datasets() -> ModuleType:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("sklearn.datasets")
     except ImportError:
         raise UsageError(
-            f'the digits need {package}, which is not installed.\nInstall it with: pip install "microbatch[demo]"'
+            "the handwritten digits, which are the example where no target is given, need scikit-learn, "
+            'which is not installed.\nInstall it with: pip install "microbatch[demo]"'
         ) from None

@@ -1,4 +1,4 @@
-"""The digits network in plain JAX with optax, every step on all rows as one batch."""
+"""The digits network in plain JAX, every step on all rows as one batch."""
 
 import functools
 from collections.abc import Callable
@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.example_libraries import optimizers
 
 from microbatch import AccumulationType
 from microbatch._planning import Plan
-from microbatch.cli._digits import Digits, needed
+from microbatch.cli._digits import Digits
 from microbatch.cli._problem import Problem
 from microbatch.jax import microbatch, plan
-
-optax = needed("optax", "optax")
 
 LEARNING_RATE = 7e-3
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -54,7 +53,8 @@ def logits(params: dict[str, Any], images: jax.Array) -> jax.Array:
 
 def loss(params: dict[str, Any], images: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean cross-entropy over the rows."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits(params, images), labels).mean()
+    logs = jax.nn.log_softmax(logits(params, images))
+    return -jnp.take_along_axis(logs, labels[:, None], axis=1).mean()
 
 
 def problem(digits: Digits, seed: int = 0) -> Problem:
@@ -78,7 +78,9 @@ class Trainer:
     def __init__(self, digits: Digits, seed: int, steps: int) -> None:
         self._problem = problem(digits, seed)
         self._test = (jnp.asarray(digits.test_images), jnp.asarray(digits.test_labels))
-        self._optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
+        rate = lambda step: LEARNING_RATE * (1 + jnp.cos(jnp.pi * step / steps)) / 2
+        # Of JAX itself: with optax, whoever runs the demo in PyTorch would install JAX.
+        self._init, self._update, self._params = optimizers.adam(rate)
         self._accuracy = jax.jit(lambda p, x, y: (logits(p, x).argmax(-1) == y).mean())
         # Compiled once for each microbatch size, however often a run starts anew.
         self._step = functools.cache(self._compile_step)
@@ -95,14 +97,16 @@ class Trainer:
     def start(self, microbatch_size: int | None) -> tuple[Callable[[], float], Callable[[], float]]:
         """A run from the first parameters: its step, which returns the loss, and its test accuracy."""
         params, *batch = self._problem.args
-        state = [params, self._optimizer.init(params)]
+        count, state = 0, self._init(params)
         step = self._step(microbatch_size)
 
         def advance() -> float:
-            state[0], state[1], value = step(*state, *batch)
+            nonlocal count, state
+            state, value = step(count, state, *batch)
+            count += 1
             return float(value)
 
-        return advance, lambda: float(self._accuracy(state[0], *self._test))
+        return advance, lambda: float(self._accuracy(self._params(state), *self._test))
 
     def gradient(self, microbatch_size: int | None, *, wide: bool = False) -> list[np.ndarray]:
         """The first gradient's leaves; with `wide`, computed in float64."""
@@ -126,10 +130,9 @@ class Trainer:
         gradient_fn = self._gradient_fn(microbatch_size)
 
         @jax.jit
-        def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> Any:
-            value, gradient = gradient_fn(params, images, labels)
-            updates, state = self._optimizer.update(gradient, state, params)
-            return optax.apply_updates(params, updates), state, value
+        def step(count: int, state: Any, images: jax.Array, labels: jax.Array) -> Any:
+            value, gradient = gradient_fn(self._params(state), images, labels)
+            return self._update(count, gradient, state), value
 
         return step
 
