@@ -95,7 +95,7 @@ class TestUsage:
             (["demo", "--memory", "much"], "--memory: memory_budget='much' cannot be read"),
             (["demo", "--memory", "0MiB"], "not positive"),
             (["lesson", "flying"], "Choose scan, mean, torch"),
-            (["lesson"], "Missing argument"),
+            (["lesson"], "Missing argument 'scan|mean|torch'"),
             (["lesson", "mean", "--check", "missing.py"], "there is no file 'missing.py'"),
         ],
     )
@@ -104,6 +104,16 @@ class TestUsage:
         assert result.exit_code == 2
         assert said in " ".join(result.stderr.split())
         assert result.stdout == ""
+
+    @pytest.mark.parametrize(("lesson", "framework"), [("scan", "jax"), ("torch", "torch")])
+    def test_a_missing_framework_is_said_with_what_installs_it(
+        self, run, monkeypatch, lesson, framework
+    ):
+        monkeypatch.setitem(sys.modules, framework, None)
+        monkeypatch.delitem(sys.modules, f"microbatch.lessons.{lesson}", raising=False)
+        result = run("lesson", lesson)
+        assert result.exit_code == 2
+        assert f'pip install "microbatch[{framework}]"' in result.stderr
 
 
 class TestPlan:

@@ -103,7 +103,12 @@ def demo(
 
 @app.command(short_help="Three textbook exercises, to read and to try.")
 def lesson(
-    name: Annotated[str, typer.Argument(help="scan, mean or torch.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="scan|mean|torch", help="About JAX, NumPy and PyTorch, in this order."
+        ),
+    ],
     check: Annotated[
         str | None, typer.Option(metavar="FILE.py", help="Check your own solution instead.")
     ] = None,

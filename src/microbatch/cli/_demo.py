@@ -107,6 +107,8 @@ def demo_page(demo: Demo) -> Page:
     """The demo as a page."""
     plan = demo.plan
     needs = "What one step needs: temporaries, arguments and outputs. No step was run to find out."
+    if plan.margin_bytes:
+        needs += " Sizes that are microbatched have a margin for what kernels take."
     charts = [replace(plan_charts(plan)[0], caption=needs)]
     if len(demo.losses) > 1:
         charts.append(
@@ -230,12 +232,13 @@ def relative_error(leaves: list[np.ndarray], exact: list[np.ndarray]) -> float:
 
 def _facts(demo: Demo) -> tuple[Fact, ...]:
     plan = demo.plan
+    margin = f"; margin {format_bytes(plan.margin_bytes)}" if plan.margin_bytes else ""
     facts = [
         Fact("Whole batch", format_bytes(demo.whole_bytes), f"{plan.batch_size:,} rows at once"),
         Fact(
             "Microbatched",
             format_bytes(plan.predicted_bytes),
-            f"{plan.microbatch_size} rows a microbatch, {plan.num_microbatches} microbatches",
+            f"{plan.microbatch_size} rows a microbatch, {plan.num_microbatches} microbatches{margin}",
         ),
     ]
     if demo.microbatched_seconds is not None and demo.whole_seconds is not None:

@@ -33,7 +33,7 @@ def told_plainly() -> Generator[None]:
         _fail(f"microbatch: {error}")
     except ImportError as error:
         # A front says which extra is missing; a user's missing import has frames of theirs.
-        _fail(_trimmed(error) if _user_frames(error) else f"microbatch: {error}")
+        _fail(_trimmed(error) if _user_frames(error) else f"microbatch: {_missing(error)}")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -47,6 +47,13 @@ def told_plainly() -> Generator[None]:
         if not _user_frames(error):
             raise
         _fail(_trimmed(error))
+
+
+def _missing(error: ImportError) -> str:
+    """What could not be imported; a framework with the extra of its name, which installs it."""
+    if error.name not in ("jax", "torch"):
+        return str(error)
+    return f'this needs {error.name}, which is not installed.\nInstall it with: pip install "microbatch[{error.name}]"'
 
 
 def _fail(message: str) -> None:

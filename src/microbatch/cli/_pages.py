@@ -22,7 +22,11 @@ def plan_page(plan: Plan, asked: tuple[tuple[str, str], ...]) -> Page:
             "none fits" if plan.microbatch_size is None else str(plan.microbatch_size),
             f"of {plan.batch_size} rows",
         ),
-        Fact("Needs", format_bytes(plan.predicted_bytes), f"{plan.probes} sizes probed"),
+        Fact(
+            "Needs",
+            format_bytes(plan.predicted_bytes),
+            f"{plan.probes} sizes probed; ~ is a line through them",
+        ),
         Fact("Margin", format_bytes(plan.margin_bytes), "kept free for what kernels take"),
         Fact(
             "One more row",
@@ -45,9 +49,7 @@ def plan_page(plan: Plan, asked: tuple[tuple[str, str], ...]) -> Page:
 def verification_page(found: Verification, asked: tuple[tuple[str, str], ...]) -> Page:
     """A verification as a page."""
     worst = max((c.units for c in found.comparisons), default=0.0)
-    compared = (
-        "all" if found.rows == found.batch_size else f"of {found.batch_size:,}; all do not fit"
-    )
+    compared = "all" if found.rows == found.batch_size else f"of {found.batch_size:,}; not all fit"
     facts = (
         Fact("Verdict", found.verdict, f"{len(found.comparisons)} arrays compared"),
         Fact("Rows", f"{found.rows:,}", compared),
