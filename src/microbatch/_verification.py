@@ -133,7 +133,7 @@ class Verification:
     @property
     def title(self) -> str:
         """What was asked, in one line."""
-        part = "" if self.rows == self.batch_size else f" (the first {self.rows}: all do not fit)"
+        part = "" if self.rows == self.batch_size else f" (the first {self.rows}: not all fit)"
         return f"verify({self.name}): {self.batch_size} rows{part}, {self.microbatch_size} a microbatch"
 
     def __str__(self) -> str:
@@ -230,14 +230,16 @@ def explain(comparisons: Sequence[Comparison], verdict: Verdict) -> str:
     )
     where = f"the {deciding.role}{f' {deciding.path}' if deciding.path else ''}"
     amount = f"{deciding.units:.3g} units of rounding of {deciding.dtype}"
-    if verdict == "rounding":
-        return f"Rounding: the largest difference is {amount}, in {where}."
     errors = ""
     if deciding.whole_error is not None and deciding.microbatched_error is not None:
         errors = (
             f"; against float64 the whole batch is off by {deciding.whole_error:.3g}, "
             f"the microbatches by {deciding.microbatched_error:.3g}"
         )
+    if verdict == "rounding":
+        # Many units, where a gradient is zero but for rounding, need the reason why they are allowed.
+        said = errors if deciding.units > UNITS_ALLOWED else ""
+        return f"Rounding: the largest difference is {amount}, in {where}{said}."
     return f"Different: {where} is off by {deciding.difference:.3g}, {amount}{errors}."
 
 

@@ -118,6 +118,17 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_measured_beside_the_others(
     assert [c.verdict for c in found] == ["exact", "rounding"]
 
 
+def test_many_units_of_rounding_are_said_with_the_errors_that_allow_them():
+    big, zero, also = np.float32([1000.0]), np.float32([3e-6]), np.float32([-2e-6])
+    leaves = lambda small: [value(big, "w", "gradient"), value(small, "b", "gradient")]
+    found = compare(leaves(zero), leaves(also), leaves(np.float32([0.0])))
+    assert explain(found, "rounding").endswith(
+        "in the gradient b; against float64 the whole batch is off by 3e-06, the microbatches by 2e-06."
+    )
+    few = compare([value(np.float32(1))], [value(np.float32(1 + 2e-7))], [value(1.0)])
+    assert explain(few, "rounding").endswith("units of rounding of float32, in the value.")
+
+
 def test_agree_can_say_no():
     assert agree([value(1.0)], [value(1.0 + 1e-15)]) == [True]
     assert agree([value(1.0)], [value(1.1)]) == [False]
