@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from microbatch.jax._factored import _algebra as algebra
 from microbatch.jax._factored import _inner, _layout
@@ -40,7 +41,7 @@ def number_of(ctx: Context, value: Value):
 
 
 @rule("mul")
-def mul(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
+def mul(ctx: Context, eqn: JaxprEqn, left: Value, right: Value) -> Value | None:
     """A number per example is a scale; a vector scales a factor; two values of one shape wait for their sum."""
     if not is_factored(left):
         left, right = right, left
@@ -59,7 +60,7 @@ def mul(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
 
 
 @rule("square")
-def square(ctx: Context, eqn, value: Value) -> Value | None:
+def square(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """``value * value``."""
     if is_zero(value):
         return value
@@ -67,7 +68,7 @@ def square(ctx: Context, eqn, value: Value) -> Value | None:
 
 
 @rule("integer_pow")
-def integer_pow(ctx: Context, eqn, value: Value) -> Value | None:
+def integer_pow(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """The square, or any power of a value of one token."""
     power = eqn.params["y"]
     if is_zero(value):
@@ -120,7 +121,7 @@ def scale_factor(value: Outer, by: Dense | Shared) -> Outer | None:
 
 
 @rule("div")
-def div(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
+def div(ctx: Context, eqn: JaxprEqn, left: Value, right: Value) -> Value | None:
     """By a number per example, or by a vector of one factor."""
     if not is_factored(left) or is_factored(right):
         return None
@@ -144,7 +145,7 @@ def div(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
 
 
 @rule("neg")
-def neg(ctx: Context, eqn, value: Value) -> Value | None:
+def neg(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """The scale changes its sign."""
     if is_zero(value):
         return value
@@ -154,7 +155,7 @@ def neg(ctx: Context, eqn, value: Value) -> Value | None:
 
 
 @rule("add", "add_any")
-def add(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
+def add(ctx: Context, eqn: JaxprEqn, left: Value, right: Value) -> Value | None:
     """Common factors are joined, others wait side by side."""
     shape = out_shape(eqn)
     if left.shape != shape or right.shape != shape:
@@ -171,7 +172,7 @@ def add(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
 
 
 @rule("sub")
-def sub(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
+def sub(ctx: Context, eqn: JaxprEqn, left: Value, right: Value) -> Value | None:
     """``left + (-right)``."""
     if is_zero(right) and left.shape == out_shape(eqn):
         return left
@@ -182,7 +183,7 @@ def sub(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
 
 
 @rule("reduce_sum")
-def reduce_sum(ctx: Context, eqn, value: Value) -> Value | None:
+def reduce_sum(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """A sum of products is an inner product; a sum of a factored value is a sum of its factors."""
     axes = tuple(eqn.params["axes"])
     if is_zero(value):
@@ -231,7 +232,7 @@ def _sum_outer(value: Outer, axes: tuple[int, ...]):
 
 
 @rule("dot_general")
-def dot_general(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
+def dot_general(ctx: Context, eqn: JaxprEqn, left: Value, right: Value) -> Value | None:
     """``vdot`` of two values; a factor times a matrix where one factor's dimensions are contracted."""
     (lc, rc), (lb, _) = eqn.params["dimension_numbers"]
     if lb:
@@ -250,7 +251,7 @@ def dot_general(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
     return _times_matrix(eqn, left, right, lc, rc)
 
 
-def _times_matrix(eqn, left: Value, right: Value, lc, rc) -> Outer | None:
+def _times_matrix(eqn: JaxprEqn, left: Value, right: Value, lc, rc) -> Outer | None:
     """``(a g^T) W`` is ``a (W^T g)^T``."""
     flipped = not isinstance(left, Outer)
     value, array, vc, ac = (right, left, rc, lc) if flipped else (left, right, lc, rc)
@@ -287,7 +288,7 @@ def _times_matrix(eqn, left: Value, right: Value, lc, rc) -> Outer | None:
 
 
 @rule("abs", "sign")
-def of_each_factor(ctx: Context, eqn, value: Value) -> Value | None:
+def of_each_factor(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """``f(a g^T) = f(a) f(g)^T`` for one token."""
     if is_zero(value):
         return value
@@ -299,7 +300,7 @@ def of_each_factor(ctx: Context, eqn, value: Value) -> Value | None:
 
 
 @rule("reduce_max", "reduce_min")
-def reduce_max(ctx: Context, eqn, value: Value) -> Value | None:
+def reduce_max(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """The extreme of ``a g^T`` for one token is one of four products of the factors' extremes."""
     all_axes = len(eqn.params["axes"]) == len(value.shape)
     if not isinstance(value, Outer) or value.tokens != 1 or value.num_stack or not all_axes:
@@ -318,7 +319,7 @@ def reduce_max(ctx: Context, eqn, value: Value) -> Value | None:
 
 
 @rule("select_n")
-def select_n(ctx: Context, eqn, which: Value, *cases: Value) -> Value | None:
+def select_n(ctx: Context, eqn: JaxprEqn, which: Value, *cases: Value) -> Value | None:
     """A choice per example masks the factors; zeros in place of non-finite entries clean them."""
     if isinstance(which, NonFinite):
         return nonfinite.select(which, *cases)

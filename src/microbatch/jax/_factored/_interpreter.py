@@ -7,6 +7,7 @@ meets a factored value is looked at alone.
 from typing import Any
 
 from jax import extend
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from microbatch.jax._factored import _algebra as algebra
 from microbatch.jax._factored import _arithmetic, _control, _makers, _nonfinite, _shapes  # noqa: F401 (they register their rules)
@@ -25,7 +26,7 @@ from microbatch.jax._factored._values import (
 _PENDING = object()
 
 
-def run(ctx: Context, jaxpr, consts, args: list[Value]) -> list[Value]:
+def run(ctx: Context, jaxpr: Jaxpr, consts, args: list[Value]) -> list[Value]:
     """The values of the outputs of `jaxpr`, one example's program, for all examples of the microbatch."""
     frame = _Frame(ctx, jaxpr)
     frame.env.update(zip(jaxpr.constvars, map(Shared, consts), strict=True))
@@ -39,7 +40,7 @@ def run(ctx: Context, jaxpr, consts, args: list[Value]) -> list[Value]:
 class _Frame:
     """The variables of one (sub)program and the equations that wait to be run."""
 
-    def __init__(self, ctx: Context, jaxpr):
+    def __init__(self, ctx: Context, jaxpr: Jaxpr):
         self.ctx, self.jaxpr = ctx, jaxpr
         self.env: dict[Any, Any] = {}
         self.arrays: dict[Any, Dense] = {}
@@ -47,7 +48,7 @@ class _Frame:
         self.last_use = {v: i for i, e in enumerate(jaxpr.eqns) for v in _variables(e.invars)}
         self.last_use.update({v: len(jaxpr.eqns) for v in _variables(jaxpr.outvars)})
 
-    def step(self, index: int, eqn) -> None:
+    def step(self, index: int, eqn: JaxprEqn) -> None:
         ctx = self.ctx.at(index, primitive=eqn.primitive.name)
         known = [self.read(v) for v in eqn.invars]
         if _has_rule(eqn, known):
@@ -98,7 +99,7 @@ class _Frame:
             self.env.update(zip(kept, map(Dense, outs), strict=True))
         self.waiting = []
 
-    def _values(self, index: int, eqn, arrays: bool = False) -> list[Value]:
+    def _values(self, index: int, eqn: JaxprEqn, arrays: bool = False) -> list[Value]:
         """The inputs' values, with the arrays of factored ones if `arrays`; runs what waits if they need it."""
         if any(self.read(v) is _PENDING for v in eqn.invars):
             self.flush(index)
@@ -117,7 +118,7 @@ class _Frame:
         return value.array
 
 
-def _has_rule(eqn, known: list) -> bool:
+def _has_rule(eqn: JaxprEqn, known: list) -> bool:
     """Whether the equation is to be looked at before its inputs become arrays; some may still wait."""
     name = eqn.primitive.name
     factored = any(value is not _PENDING and is_factored(value) for value in known)
@@ -129,14 +130,14 @@ def _has_rule(eqn, known: list) -> bool:
     return name in RULES and (factored or (zero and _PENDING not in known))
 
 
-def _has_maker(eqn, known: list) -> bool:
+def _has_maker(eqn: JaxprEqn, known: list) -> bool:
     if eqn.primitive.name not in MAKERS:
         return False
     per_example = [value is _PENDING or is_per_example(value) for value in known]
     return _makers.could_make(eqn, per_example, [v is not _PENDING and is_zero(v) for v in known])
 
 
-def _by_rule(ctx: Context, eqn, values: list[Value]) -> list[Value] | None:
+def _by_rule(ctx: Context, eqn: JaxprEqn, values: list[Value]) -> list[Value] | None:
     """The outputs by a rule, or None if the equation needs arrays."""
     name = eqn.primitive.name
     if name in _control.CALLS:
@@ -147,7 +148,7 @@ def _by_rule(ctx: Context, eqn, values: list[Value]) -> list[Value] | None:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _function(jaxpr, eqns, inputs, outputs):
+def _function(jaxpr: Jaxpr, eqns, inputs, outputs):
     """A stretch of equations as a function of a list of arrays."""
     part = jaxpr.replace(
         constvars=[], invars=inputs, outvars=list(outputs), eqns=list(eqns), effects=_effects(eqns)

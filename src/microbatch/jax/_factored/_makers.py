@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from microbatch.jax._factored import _algebra as algebra
 from microbatch.jax._factored import _layout as layout
@@ -13,7 +14,7 @@ from microbatch.jax._factored._registry import maker
 from microbatch.jax._factored._values import Dense, Outer, Rows, Value
 
 
-def could_make(eqn, per_example: list[bool], zero: list[bool]) -> bool:
+def could_make(eqn: JaxprEqn, per_example: list[bool], zero: list[bool]) -> bool:
     """Whether the equation's maker could return a factored value, from what is known before anything is computed."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if not jnp.issubdtype(out.dtype, jnp.floating) or 0 in out.shape:
@@ -32,7 +33,7 @@ def could_make(eqn, per_example: list[bool], zero: list[bool]) -> bool:
 
 
 @maker("dot_general")
-def dot_general(ctx: Context, eqn, lhs: Dense, rhs: Dense) -> Value | None:
+def dot_general(ctx: Context, eqn: JaxprEqn, lhs: Dense, rhs: Dense) -> Value | None:
     """``lhs [B, *batch, *contract, *m]``, ``rhs [B, *batch, *contract, *n]`` (in any order) to ``[*batch, *m, *n]``.
 
     The contracted dimensions are the tokens, batch dimensions become stack axes.
@@ -76,7 +77,7 @@ def _factor(array, stack, contract, rest):
     return array.reshape(*lead, -1, *tail) if contract else jnp.expand_dims(array, len(stack) + 1)
 
 
-def _dot_widths(eqn) -> tuple[int, int, int]:
+def _dot_widths(eqn: JaxprEqn) -> tuple[int, int, int]:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = (v.aval.shape for v in eqn.invars)
     size = lambda shape, skip: math.prod(s for d, s in enumerate(shape) if d not in skip)
@@ -84,7 +85,7 @@ def _dot_widths(eqn) -> tuple[int, int, int]:
 
 
 @maker("conv_general_dilated")
-def conv_general_dilated(ctx: Context, eqn, lhs: Dense, rhs: Dense) -> Value | None:
+def conv_general_dilated(ctx: Context, eqn: JaxprEqn, lhs: Dense, rhs: Dense) -> Value | None:
     """A convolution of two per-example arrays, which is what autodiff makes of a filter's gradient.
 
     ``lhs [N, I, *in]``, ``rhs [O, I, *window]`` to ``[N, O, *out]`` (axes in the equation's own order): a product over
@@ -144,7 +145,9 @@ def _patches(x, params, out: tuple[int, ...], window: tuple[int, ...]):
 
 
 @maker("scatter-add")
-def scatter_add(ctx: Context, eqn, operand: Value, index: Value, update: Dense) -> Value | None:
+def scatter_add(
+    ctx: Context, eqn: JaxprEqn, operand: Value, index: Value, update: Dense
+) -> Value | None:
     """``zeros [V, *row]``, ``index [*T, 1]``, ``update [*T, *row]``: whole rows added to a table."""
     numbers = eqn.params["dimension_numbers"]
     table = eqn.invars[0].aval.shape
@@ -167,7 +170,7 @@ def scatter_add(ctx: Context, eqn, operand: Value, index: Value, update: Dense) 
 
 @maker("dynamic_update_slice")
 def dynamic_update_slice(
-    ctx: Context, eqn, operand: Value, update: Dense, *starts: Value
+    ctx: Context, eqn: JaxprEqn, operand: Value, update: Dense, *starts: Value
 ) -> Value | None:
     """``zeros [V, *row]``, ``update [1, *row]`` at a row: the gradient of taking one row of a table."""
     table = eqn.invars[0].aval.shape
@@ -179,7 +182,7 @@ def dynamic_update_slice(
     return _rows(ctx, eqn, array, update.array, table)
 
 
-def _rows(ctx: Context, eqn, index, update, table: tuple[int, ...]) -> Rows:
+def _rows(ctx: Context, eqn: JaxprEqn, index, update, table: tuple[int, ...]) -> Rows:
     mode = eqn.params.get("mode")
     if mode is not None:
         inside = (index >= 0) & (index < table[0])

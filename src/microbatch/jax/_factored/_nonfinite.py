@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from microbatch.jax._factored._algebra import both
 from microbatch.jax._factored._context import Context, working_dtype
@@ -24,13 +25,13 @@ ALL = frozenset({"nan", "inf", "-inf"})
 
 
 @rule("ne")
-def ne(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
+def ne(ctx: Context, eqn: JaxprEqn, left: Value, right: Value) -> Value | None:
     """``value != value`` is true for nan only."""
     return NonFinite(left, frozenset({"nan"})) if left is right and _testable(left) else None
 
 
 @rule("eq")
-def eq(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
+def eq(ctx: Context, eqn: JaxprEqn, left: Value, right: Value) -> Value | None:
     """``value == inf``."""
     if not isinstance(right, Shared) or right.shape != () or not _testable(left):
         return None
@@ -44,13 +45,13 @@ def eq(ctx: Context, eqn, left: Value, right: Value) -> Value | None:
 
 
 @rule("is_finite")
-def is_finite(ctx: Context, eqn, value: Value) -> Value | None:
+def is_finite(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """True for entries that are neither nan nor infinite."""
     return NonFinite(value, frozenset({"finite"})) if _testable(value) else None
 
 
 @rule("reduce_and")
-def reduce_and(ctx: Context, eqn, value: Value) -> Value | None:
+def reduce_and(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """Whether all entries are finite: all factors are, and their largest product is."""
     if not isinstance(value, NonFinite) or value.kinds != {"finite"}:
         return None

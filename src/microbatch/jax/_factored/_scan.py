@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from microbatch.jax._factored import _algebra as algebra
 from microbatch.jax._factored import _joining as joining
@@ -32,7 +33,7 @@ from microbatch.jax._factored._values import (
 _SHARED, _DENSE, _ADDED = "shared", "dense", "added"
 
 
-def scan(run, ctx: Context, eqn, values: list[Value]) -> list[Value] | None:
+def scan(run, ctx: Context, eqn: JaxprEqn, values: list[Value]) -> list[Value] | None:
     """The scan's outputs, or None if nothing in it stays factored."""
     params = eqn.params
     num_consts, num_carry = params["num_consts"], params["num_carry"]

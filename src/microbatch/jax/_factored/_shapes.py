@@ -5,6 +5,7 @@ import math
 from itertools import pairwise
 
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from microbatch.jax._factored import _joining as joining
 from microbatch.jax._factored import _layout as layout
@@ -28,7 +29,7 @@ from microbatch.jax._factored._values import (
 )
 
 
-def out_shape(eqn) -> tuple[int, ...]:
+def out_shape(eqn: JaxprEqn) -> tuple[int, ...]:
     """The shape of the equation's first output, as one example sees it."""
     return tuple(eqn.outvars[0].aval.shape)
 
@@ -51,7 +52,7 @@ def map_value(function, value: Value) -> Value | None:
 
 
 @rule("transpose")
-def transpose(ctx: Context, eqn, value: Value) -> Value | None:
+def transpose(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """``[d0, d1, ..]`` to ``[d[p0], d[p1], ..]``."""
     permutation = eqn.params["permutation"]
 
@@ -73,7 +74,7 @@ def transpose(ctx: Context, eqn, value: Value) -> Value | None:
 
 
 @rule("reshape", "squeeze")
-def reshape(ctx: Context, eqn, value: Value) -> Value | None:
+def reshape(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """Any shape of the same number of entries, where no stored axis is cut unevenly."""
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         return None
@@ -123,7 +124,7 @@ def _size(value: Value) -> int:
 
 
 @rule("broadcast_in_dim")
-def broadcast_in_dim(ctx: Context, eqn, value: Value) -> Value | None:
+def broadcast_in_dim(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """A single number becomes a `Fill`; a factored value may only gain dimensions of size 1."""
     shape = out_shape(eqn)
     if is_factored(value):
@@ -138,7 +139,7 @@ def broadcast_in_dim(ctx: Context, eqn, value: Value) -> Value | None:
 
 
 @rule("concatenate")
-def concatenate(ctx: Context, eqn, *parts: Value) -> Value | None:
+def concatenate(ctx: Context, eqn: JaxprEqn, *parts: Value) -> Value | None:
     """Values side by side stay what they are."""
     if not any(map(is_factored, parts)):
         return None
@@ -154,7 +155,7 @@ def concatenate(ctx: Context, eqn, *parts: Value) -> Value | None:
 
 
 @rule("stack")
-def stack(ctx: Context, eqn, *parts: Value) -> Value | None:
+def stack(ctx: Context, eqn: JaxprEqn, *parts: Value) -> Value | None:
     """Blocks along a new dimension."""
     axis = eqn.params["axis"]
     apart = [reshaped(p, (*p.shape[:axis], 1, *p.shape[axis:])) for p in parts]
@@ -163,7 +164,7 @@ def stack(ctx: Context, eqn, *parts: Value) -> Value | None:
 
 
 @rule("unstack")
-def unstack(ctx: Context, eqn, value: Value) -> list[Value] | None:
+def unstack(ctx: Context, eqn: JaxprEqn, value: Value) -> list[Value] | None:
     """One value per index of a dimension."""
     axis = eqn.params["axis"]
     cut = joining.cut if isinstance(value, Blocks) and value.axis == axis else joining.cut_part
@@ -179,7 +180,7 @@ def unstack(ctx: Context, eqn, value: Value) -> list[Value] | None:
 
 
 @rule("slice")
-def slice_(ctx: Context, eqn, value: Value) -> Value | None:
+def slice_(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """``value[start:limit:stride, ..]``: of a factor's axis, or of blocks."""
     strides = eqn.params["strides"] or (1,) * len(value.shape)
     bounds = list(
@@ -203,7 +204,7 @@ def slice_(ctx: Context, eqn, value: Value) -> Value | None:
 
 
 @rule("split")
-def split(ctx: Context, eqn, value: Value) -> list[Value] | None:
+def split(ctx: Context, eqn: JaxprEqn, value: Value) -> list[Value] | None:
     """One value per size along an axis."""
     if isinstance(value, (Product, Sum, NonFinite, Cleaned)):
         return None
@@ -218,7 +219,7 @@ def split(ctx: Context, eqn, value: Value) -> list[Value] | None:
 
 
 @rule("pad")
-def pad(ctx: Context, eqn, value: Value, padding: Value) -> Value | None:
+def pad(ctx: Context, eqn: JaxprEqn, value: Value, padding: Value) -> Value | None:
     """Zeros before and after one dimension are blocks of zeros beside the value."""
     config = eqn.params["padding_config"]
     dims = [d for d, c in enumerate(config) if tuple(c) != (0, 0, 0)]
@@ -241,7 +242,9 @@ def pad(ctx: Context, eqn, value: Value, padding: Value) -> Value | None:
 
 
 @rule("dynamic_update_slice")
-def dynamic_update_slice(ctx: Context, eqn, operand: Value, update: Value, *starts: Value):
+def dynamic_update_slice(
+    ctx: Context, eqn: JaxprEqn, operand: Value, update: Value, *starts: Value
+):
     """A factored update at a fixed place in zeros: blocks, as `pad` makes."""
     dims = [d for d, (a, b) in enumerate(zip(operand.shape, update.shape, strict=True)) if a != b]
     if not is_zero(operand) or len(dims) != 1 or not isinstance(update, Outer):
@@ -270,7 +273,7 @@ def _static_index(value: Value) -> int | None:
 
 
 @rule("convert_element_type")
-def convert_element_type(ctx: Context, eqn, value: Value) -> Value | None:
+def convert_element_type(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     """Between floating dtypes the factors are kept, and the product is rounded to the new dtype."""
     return converted(value, jnp.dtype(eqn.outvars[0].aval.dtype))
 
@@ -300,13 +303,13 @@ def converted(value: Value, dtype) -> Value | None:
 
 
 @rule("copy", "stop_gradient", "sharding_constraint", "optimization_barrier")
-def same(ctx: Context, eqn, *operands: Value):
+def same(ctx: Context, eqn: JaxprEqn, *operands: Value):
     """The value itself."""
     return list(operands) if eqn.primitive.multiple_results else operands[0]
 
 
 @rule("name")
-def name(ctx: Context, eqn, value: Value) -> Value:
+def name(ctx: Context, eqn: JaxprEqn, value: Value) -> Value:
     """The value itself; its name is what `explain` calls it."""
     ctx.label(eqn.params["name"], value)
     return value
