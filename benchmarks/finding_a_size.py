@@ -138,7 +138,7 @@ def _sizes(rows: Sequence[tuple[Any, ...]], names: list[str]) -> Table:
         columns=("", "memory MiB", "largest that fits", *names),
         rows=tuple(rows),
         note="Memory is simulated: beyond the limit comes CUDA's out-of-memory error. A step is two microbatches and "
-        "AdamW. `plan` takes a size that cuts the batch evenly where that is more than half of the largest; `plan, any "
+        "AdamW. `plan` takes the most even cut into the fewest microbatches; `plan, any "
         "size` is the end of its line, (memory − fixed_bytes) / bytes_per_row.",
     )
 
@@ -167,7 +167,7 @@ def _costs(found: Sequence[tuple[int, dict[str, Found]]], names: list[str]) -> T
             total("plan", "errors") / total(halving, "errors"),
         ),
         (
-            Bar("plan", "number of microbatches", 2.0, "the largest size"),
+            Bar("plan", "number of microbatches", 1.05, "the largest size"),
             total("plan", "microbatches") / fewest,
         ),
         (Bar(line, "number of rows", 1.0, "the largest size"), max(shares[line])),
