@@ -554,7 +554,9 @@ def test_C19_a_stale_loss_in_a_closure_is_no_obstacle():
     def loss_fn(x):
         return model(x).square().mean() + 0 * len(stale.shape)
 
+    _, grads = whole_batch(model, lambda m, x: m(x).square().mean(), x)
     mb.backward(loss_fn, x, microbatch_size=2)
+    assert_same_grads(grads_of(model), grads)
 
 
 def test_C19_where_discovery_cannot_see_the_error_is_typed_all_the_same():
