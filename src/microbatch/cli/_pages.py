@@ -15,6 +15,7 @@ MAX_BARS = 12
 
 def plan_page(plan: Plan, asked: tuple[tuple[str, str], ...]) -> Page:
     """A plan as a page."""
+    all_probed = all(c.probed for c in plan.candidates)
     facts = [
         Fact("Budget", format_bytes(plan.budget_bytes), plan.budget_origin),
         Fact(
@@ -25,7 +26,8 @@ def plan_page(plan: Plan, asked: tuple[tuple[str, str], ...]) -> Page:
         Fact(
             "Needs",
             format_bytes(plan.predicted_bytes),
-            f"{plan.probes} sizes probed; ~ is a line through them",
+            f"{plan.probes} sizes probed"
+            + ("" if all_probed else "; ~ is on the line through them"),
         ),
         Fact("Margin", format_bytes(plan.margin_bytes), "kept free for what kernels take"),
         Fact(
