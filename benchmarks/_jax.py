@@ -48,7 +48,7 @@ def _contender(
         run=lambda: jax.block_until_ready(compiled(*args)),
         memory_bytes=compiled.memory_analysis().temp_size_in_bytes,
         compile_seconds=compile_seconds,
-        error=None if exact is None else _error(out, exact),
+        error=None if exact is None else relative_error(out, exact),
     )
 
 
@@ -68,7 +68,7 @@ def compiled_in_turn(
     return {name: (programs[name], statistics.median(taken[name])) for name in functions}
 
 
-def _error(got: Any, exact: Any) -> float:
+def relative_error(got: Any, exact: Any) -> float:
     """The largest error of a leaf, relative to that leaf's largest entry."""
     with jax.enable_x64(True):
         errors = jax.tree.map(

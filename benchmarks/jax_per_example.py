@@ -4,6 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from benchmarks._harness import Bar, Workload
-from benchmarks._jax import contenders
+from benchmarks._harness import Bar, Contender, Workload
+from benchmarks._jax import contenders, in_float64, relative_error
 from benchmarks.jax_gradient import cnn_loss, mlp_loss
 from microbatch.jax import AccumulationType, micro_grad, microbatch
 
@@ -80,19 +81,37 @@ def _workload(
     best = min(peer_sizes, key=lambda size: _seconds(there(size), params, *batch))
     peer = f"optax micro_grad, {best} a microbatch"
     clip, moments = "micro_grad: clip + norms", "micro_grad: clip + second moments"
+    exact = in_float64(functools.partial(_one_by_one, loss), params, *batch)
+    gradient_of = {
+        clip: lambda out: out[0],
+        moments: lambda out: out[0][0],
+        peer: lambda out: out[0],
+    }
+
+    def checked(contender: Contender) -> Contender:
+        if contender.name not in gradient_of:
+            return contender
+        found = gradient_of[contender.name](contender.run())
+        return replace(contender, error=relative_error(found, exact))
+
     faster = {"mlp": 1 / 50, "cnn": 1 / 10}.get(name, 1.0)
     return Workload(
         name=f"jax-per-example-{name}",
         title=f"JAX, per-example statistics: {title}, {size} a microbatch",
         reference="plain gradient",
-        contenders=contenders(
-            {
-                "plain gradient": _plain(loss, size),
-                clip: here(clipped),
-                moments: here(clipped_and_squared),
-                peer: there(best),
-            },
-            (params, *batch),
+        contenders=tuple(
+            map(
+                checked,
+                contenders(
+                    {
+                        "plain gradient": _plain(loss, size),
+                        clip: here(clipped),
+                        moments: here(clipped_and_squared),
+                        peer: there(best),
+                    },
+                    (params, *batch),
+                ),
+            )
         ),
         bars=(
             Bar(clip, "time", limits[0], "plain gradient"),
@@ -131,6 +150,17 @@ def _stacked_workload(size: int = 8) -> Workload:
         bars=(Bar(names[1], "time", 1.1, names[0]),),
         rounds=3,
     )
+
+
+def _one_by_one(loss: Callable[..., Any], params: Any, *batch: jax.Array) -> Any:
+    """The definition of the mean clipped gradient: a loop over examples."""
+
+    def step(total: Any, row: tuple[jax.Array, ...]) -> tuple[Any, None]:
+        found = clipped(jax.grad(loss)(params, *(leaf[None] for leaf in row)))
+        return jax.tree.map(jnp.add, total, found), None
+
+    total, _ = lax.scan(step, jax.tree.map(jnp.zeros_like, params), batch)
+    return jax.tree.map(lambda leaf: leaf / len(batch[0]), total)
 
 
 def _plain(loss: Callable[..., Any], size: int) -> Callable[..., Any]:
