@@ -54,7 +54,6 @@ def main(
         return
     # A table needs its columns also where the output is a file.
     console = Console(width=None if sys.stdout.isatty() else 140)
-    found = []
     for name in names:
         command = [sys.executable, "-m", "benchmarks", name, "--inside"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -63,9 +62,9 @@ def main(
         results = json.loads(done.stdout)
         for result in results:
             _report.print_result(console, result)
-        found += results
+        if save:  # At once: what comes later may fail.
+            _report.save(results, RESULTS)
     if save:
-        _report.save(found, RESULTS)
         console.print(f"Wrote {RESULTS}, RESULTS.md and the figures beside it.")
 
 
