@@ -271,6 +271,11 @@ class TestDemo:
         assert "out.html" in result.stderr
         assert (tmp_path / "out.html").read_text().count("<svg") == 6
 
+    def test_without_a_framework_given_it_takes_the_one_that_is_installed(self, run, monkeypatch):
+        monkeypatch.setattr("microbatch.cli._demo.installed_framework", lambda: "torch")
+        result = run("demo", "--memory", "1KiB", "--json")
+        assert json.loads(result.stdout)["framework"] == "torch"
+
     def test_a_budget_that_nothing_fits(self, run, tmp_path):
         result = run("demo", "--framework", "torch", "--memory", "100KiB")
         assert result.exit_code == 1 and "Nothing fits" in result.stdout

@@ -25,6 +25,7 @@ _TARGET = typer.Argument(
 _FRAMEWORK = typer.Option(
     help="jax or torch, for the digits; by default the one that is installed."
 )
+_DEMO_FRAMEWORK = typer.Option(help="jax or torch; by default the one that is installed.")
 _MEMORY = typer.Option(help='What may be used: "12GiB", "500MB", "80%" of the device, or bytes.')
 _JSON = typer.Option(
     "--json", help="Print the result as JSON, and nothing else, on standard output."
@@ -82,7 +83,7 @@ def verify(
 
 @app.command(short_help="Train on handwritten digits, all rows as one batch.")
 def demo(
-    framework: Annotated[str, typer.Option(help="jax or torch.")] = "jax",
+    framework: Annotated[str | None, _DEMO_FRAMEWORK] = None,
     memory: Annotated[str, _MEMORY] = "32MiB",
     seed: Annotated[int, typer.Option(min=0, help="Of the first parameters.")] = 0,
     steps: Annotated[

@@ -15,6 +15,7 @@ from microbatch.cli._digits import TEST_ROWS, TRAINING_ROWS, Digits, load_digits
 from microbatch.cli._errors import INTERRUPTED
 from microbatch.cli._json import to_json
 from microbatch.cli._pages import write_page
+from microbatch.cli._target import installed_framework
 from microbatch.report import Chart, Fact, Page, Screen, environment
 from microbatch.report._charts import accuracy_by_step, loss_by_step
 from microbatch.report._plan import plan_charts, plan_table
@@ -69,7 +70,12 @@ class Demo:
 
 
 def run_demo(
-    framework: str, memory: int | str | None, seed: int, steps: int, out: str, as_json: bool
+    framework: str | None,
+    memory: int | str | None,
+    seed: int,
+    steps: int,
+    out: str,
+    as_json: bool,
 ) -> int:
     """Runs the demo and writes its page to `out`; returns the exit code."""
     screen = Screen(quiet=as_json)
@@ -77,7 +83,7 @@ def run_demo(
     demo = None
     try:
         with screen.busy("Planning"):
-            trainer = _trainer(framework, digits, seed, steps)
+            trainer = _trainer(framework or installed_framework(), digits, seed, steps)
             demo = _planned(trainer, memory, seed, steps)
         screen.say(f"{TRAINING_ROWS:,} handwritten digits, one batch a step, in {demo.framework}")
         if not demo.plan.fits:
