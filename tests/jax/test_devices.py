@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from microbatch._errors import AccumulatorError, MicrobatchError, MicrobatchSizeError
-from microbatch.jax import AccumulationType, Accumulator, Carry, microbatch
+from microbatch.jax import AccumulationType, Accumulator, Carry, micro_grad, microbatch
 
 MEAN, SUM, CONCAT = AccumulationType.MEAN, AccumulationType.SUM, AccumulationType.CONCAT
 SHARDS, ROWS, SIZE = 8, 64, 16
@@ -656,3 +656,16 @@ def test_S5_versions_are_not_compared_as_strings():
 
     sources = pathlib.Path(microbatch.jax.__file__).parent.rglob("*.py")
     assert not [path.name for path in sources if "__version__" in path.read_text()]
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+def test_examples_gradients_keep_the_sharding_of_their_parameters(engine):
+    mesh = mesh_of(AxisType.Explicit, (4, 2), ("data", "model"))
+    one_loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    w, x = params()["w"], batch()[0]
+    transform = lambda gradient: (gradient, gradient**2)
+    fun = micro_grad(one_loss, microbatch_size=SIZE, transform_fn=transform, engine=engine)
+    each = jax.vmap(jax.grad(lambda w, x: one_loss(w, x[None])), (None, 0))(w, x)
+    with jax.set_mesh(mesh):
+        sums = jax.jit(fun)(put(w, mesh, P(None, "model")), put(x, mesh, P("data")))[0]
+    assert_close(sums, (each.sum(0), (each**2).sum(0)))

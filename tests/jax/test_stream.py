@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from microbatch import (
     AccumulationType,
@@ -564,6 +565,18 @@ class TestCompilation:
             got = accumulate(gradient, MEAN)(w, microbatches=cut([1] * 3, np.ones(3)))
             np.testing.assert_array_equal(got, 2 * np.arange(8.0))
             assert jax.typeof(got).sharding.spec == jax.sharding.PartitionSpec("d")
+
+    @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+    def test_a_mesh_of_one_device(self, kind):
+        """Its specs are for arrays of one rank, and the accumulators have others."""
+        kinds = (getattr(jax.sharding.AxisType, kind),)
+        mesh = jax.make_mesh((1,), ("d",), axis_types=kinds, devices=jax.devices()[:1])
+        with jax.set_mesh(mesh):
+            w = jax.device_put(jnp.ones((2, 3)), NamedSharding(mesh, PartitionSpec("d", None)))
+            got = accumulate(lambda w, x: (w * x.sum()).sum())(
+                w, microbatches=cut([1] * 3, np.ones(3))
+            )
+        assert got == 18.0
 
     def test_the_program_goes_with_its_function(self):
         from microbatch.jax import _stream_program

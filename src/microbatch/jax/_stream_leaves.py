@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from microbatch._errors import MicrobatchError
 
@@ -44,11 +45,18 @@ def on_device(leaf: Any) -> jax.Array:
 
 def single_device(arrays: Sequence[jax.Array]) -> Any:
     """The device that the arrays are committed to, if it is one; None where they may be moved, or lie on several."""
-    devices = {x.sharding for x in arrays if x.committed}
+    devices = {_whole(x.sharding) for x in arrays if x.committed}
     if len(devices) != 1:
         return None
     (sharding,) = devices
     return sharding if len(sharding.device_set) == 1 else None
+
+
+def _whole(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The same devices for an array of any rank, which is not cut."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
 def to_host(leaf: Any) -> Any:

@@ -171,9 +171,8 @@ def weighted_sum(array, scale, keep, dtype):
         scale = None if scale is None else jnp.where(keep, scale, 0)
     wide = preferred(array.dtype)
     scale = jnp.ones(array.shape[:1], wide) if scale is None else scale.astype(wide)
-    flat = array.reshape(array.shape[0], -1).astype(wide)
-    total = jnp.einsum("b,bn->n", scale, flat, precision=lax.Precision.HIGHEST)
-    return total.reshape(array.shape[1:]).astype(dtype)
+    total = jnp.einsum("b,b...->...", scale, array.astype(wide), precision=lax.Precision.HIGHEST)
+    return total.astype(dtype)
 
 
 def _sum_products(ctx: Context, value: Product):
@@ -256,6 +255,17 @@ def scale_in_factors(value: Outer) -> Outer:
         lhs = lhs * beside(scale * next(powers), lhs, value.num_stack)
         rhs = rhs * beside(next(powers), rhs, value.num_stack)
     return dataclasses.replace(value, lhs=lhs, rhs=rhs, scale=None)
+
+
+def of_one_size(value: Outer) -> Outer:
+    """The value without a scale, with factors that are equally large in each example: for powers that squares do not bound."""
+    value = scale_in_factors(value)
+    (lhs, e1), (rhs, e2) = (normalised(x, value.num_stack) for x in (value.lhs, value.rhs))
+    half = (e1 + e2) // 2
+    exponents = (jnp.clip(e, -120, 120) for e in (half, e1 + e2 - half))
+    powers = [power_of_two(e, lhs.dtype) for e in exponents]
+    lhs, rhs = (x * beside_stack(p, x) for x, p in zip((lhs, rhs), powers, strict=True))
+    return dataclasses.replace(value, lhs=lhs, rhs=rhs)
 
 
 def normalised(factor, num_stack: int):

@@ -78,7 +78,7 @@ def integer_pow(ctx: Context, eqn: JaxprEqn, value: Value) -> Value | None:
     if not isinstance(value, Outer) or value.tokens != 1 or power < 1:
         return None
     # A factor's power may leave the range of a dtype that holds the product's.
-    value = algebra.scale_in_factors(value)
+    value = algebra.of_one_size(value)
     return dataclasses.replace(value, lhs=value.lhs**power, rhs=value.rhs**power)
 
 
