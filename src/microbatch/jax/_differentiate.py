@@ -31,7 +31,7 @@ from microbatch.jax._derivatives import (
     with_winners,
     zero_tangent,
 )
-from microbatch.jax._fold import Arrays, Loop, divisor, only
+from microbatch.jax._fold import Arrays, Loop, divisor, only, static_count_apart
 from microbatch.jax._linear import linear_map
 from microbatch.jax._rows import take, varying_axes
 from microbatch.jax._spread import fold
@@ -49,11 +49,7 @@ def evaluate(loop: Loop, arrays: Arrays, where: str, differentiate: Differentiat
         # A custom accumulator's derivative needs its carries: those are kept, the microbatches are evaluated again.
         step = jax.checkpoint(loop.step, prevent_cse=False)
         return fold(replace(loop, step=step), arrays, reversible=True)
-    # A static count stays static: it is the loop's bound.
-    static_count = arrays.count if isinstance(arrays.count, int) else None
-
-    def with_count(arrays: Arrays) -> Arrays:
-        return arrays if static_count is None else replace(arrays, count=static_count)
+    given, with_count = static_count_apart(arrays)
 
     @jax.custom_jvp
     def run(arrays: Arrays) -> Result:
@@ -64,7 +60,7 @@ def evaluate(loop: Loop, arrays: Arrays, where: str, differentiate: Differentiat
         return _together(out, *primals), tangents_out
 
     run.defjvp(rule, symbolic_zeros=True)
-    return run(arrays if static_count is None else replace(arrays, count=None))
+    return run(given)
 
 
 def _together(out: Result, arrays: Arrays) -> Result:

@@ -1,7 +1,7 @@
 """The loop: one microbatch after another, folded into the accumulators."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,6 +71,14 @@ class Arrays:
 jax.tree_util.register_dataclass(
     Arrays, data_fields=["shared", "states", "rows", "weights", "count"], meta_fields=[]
 )
+
+
+def static_count_apart(arrays: Arrays) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
+    """The arrays without a count that is known already, and what puts it back: it is the loop's bound, and no array."""
+    count = arrays.count
+    if not isinstance(count, int):
+        return arrays, lambda arrays: arrays
+    return replace(arrays, count=None), lambda arrays: replace(arrays, count=count)
 
 
 def fold(loop: Loop, arrays: Arrays, *, reversible: bool = False) -> tuple[list[Any], list[Any]]:

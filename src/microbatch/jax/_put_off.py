@@ -13,7 +13,7 @@ from microbatch._accumulation import MEANS
 from microbatch.jax._accumulators import SUM, Moment
 from microbatch.jax._convolutions import canonical_convolutions
 from microbatch.jax._derivatives import divided, runs_of
-from microbatch.jax._fold import Arrays, Loop, divisor, fold, moment
+from microbatch.jax._fold import Arrays, Loop, divisor, fold, moment, static_count_apart
 from microbatch.jax._partial_sums import Program
 from microbatch.jax._row_sums import RowAxes, names_of
 from microbatch.jax._rows import Rows, explicit_spec, take, varying_axes
@@ -26,10 +26,7 @@ def fold_once_reduced(loop: Loop, arrays: Arrays) -> Result:
     rows = _row_axes(loop, arrays)
     if rows is None or not loop.split.full:
         return fold(loop, arrays)
-    static_count = arrays.count if isinstance(arrays.count, int) else None
-
-    def with_count(arrays: Arrays) -> Arrays:
-        return arrays if static_count is None else replace(arrays, count=static_count)
+    given, with_count = static_count_apart(arrays)
 
     # A map over partial sums is beyond JAX's rules; such a loop reduces in every microbatch.
     @custom_vmap
@@ -48,7 +45,7 @@ def fold_once_reduced(loop: Loop, arrays: Arrays) -> Result:
         return out, jax.tree.map(lambda _: True, out)
 
     # One program: partial sums that leave one and enter another are not laid out alike in XLA (it aborts).
-    return jax.jit(run)(arrays if static_count is None else replace(arrays, count=None))
+    return jax.jit(run)(given)
 
 
 def _row_axes(loop: Loop, arrays: Arrays) -> RowAxes | None:

@@ -18,7 +18,7 @@ from microbatch._accumulation import EXTREMES, MEANS, AccumulationType
 from microbatch.jax._accumulators import CONCAT, SUM, Moment, Output, highest, lowest
 from microbatch.jax._derivatives import divided
 from microbatch.jax._devices import Devices
-from microbatch.jax._fold import Arrays, Loop, clamped, divisor, which_run
+from microbatch.jax._fold import Arrays, Loop, clamped, divisor, static_count_apart, which_run
 from microbatch.jax._fold import fold as fold_here
 from microbatch.jax._put_off import fold_once_reduced
 from microbatch.jax._rows import Rows, explicit_spec, take
@@ -36,13 +36,10 @@ def fold(loop: Loop, arrays: Arrays, *, reversible: bool = False) -> tuple[list[
         return fold_once_reduced(loop, arrays)
     known = _known_axes(devices, arrays.shared)
     scattered = tuple(_scatter_axis(devices, output, known) for output in loop.outputs)
-    static_count = arrays.count if isinstance(arrays.count, int) else None
-    if static_count is not None:
-        arrays = replace(arrays, count=None)
+    arrays, with_count = static_count_apart(arrays)
 
     def on_one(arrays: Arrays) -> list[Any]:
-        if static_count is not None:
-            arrays = replace(arrays, count=static_count)
+        arrays = with_count(arrays)
         if arrays.weights is not None:
             arrays = replace(arrays, weights=arrays.weights[0])
         return _Part(devices, loop, scattered).run(arrays, reversible)
