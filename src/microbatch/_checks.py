@@ -84,7 +84,10 @@ def check_choice(where: str, name: str, value: Any, choices: Sequence[Any]) -> A
 def check_function(where: str, name: str, value: Any) -> None:
     """Refuses what cannot be called."""
     if not callable(value):
-        advice = "Give a function." if name == "fun" else "Give a function, or leave it out."
+        advice = {
+            "fun": "Give a function.",
+            "loss_fn": "Give the function itself, not what it returns.",
+        }.get(name, "Give a function, or leave it out.")
         raise MicrobatchError(
             f"{where}: {name}={value!r} is a {type(value).__name__}, not a function.\n{advice}"
         )

@@ -29,6 +29,21 @@ def message(error):
     return str(error.value).splitlines()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda loss, x: mb.backward(loss, x, microbatch_size=2),
+        lambda loss, x: mb.backward_window(loss, [(x,)]),
+        lambda loss, x: mb.value_and_grad(loss, {"x": x}, microbatch_size=2),
+    ],
+)
+def test_a_loss_in_place_of_its_function(call):
+    with pytest.raises(microbatch.MicrobatchError) as refused:
+        call(torch.tensor(1.5), torch.ones(4, requires_grad=True))
+    assert message(refused)[0].endswith("loss_fn=tensor(1.5000) is a Tensor, not a function.")
+    assert message(refused)[1] == "Give the function itself, not what it returns."
+
+
 def test_C4_no_batch_argument():
     with pytest.raises(microbatch.BatchError) as refused:
         mb.backward(lambda *_: None, 3, "a", None, microbatch_size=2)

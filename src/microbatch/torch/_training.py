@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from microbatch._checks import check_size, name_of
+from microbatch._checks import check_function, check_size, name_of
 from microbatch._errors import DistributedError, GraphError
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._discovery import discover
@@ -113,6 +113,7 @@ def backward(
     tensor([3.])
     """
     where = f"backward({name_of(loss_fn)})"
+    check_function(where, "loss_fn", loss_fn)
     options = Options(
         reduction=reduction,
         weight_fn=weight_fn,
@@ -191,6 +192,7 @@ def backward_window(
     [3.0, 9.0]
     """
     where = f"backward_window({name_of(loss_fn)})"
+    check_function(where, "loss_fn", loss_fn)
     options = Options(
         reduction=reduction,
         weight_fn=weight_fn,
@@ -310,6 +312,7 @@ def value_and_grad(
     ((tensor(3.), {'w': tensor([3.])}), None)
     """
     where = f"value_and_grad({name_of(loss_fn)})"
+    check_function(where, "loss_fn", loss_fn)
     tree = list(params) if isinstance(params, Iterator) else params
     leaves = _parameters(where, tree)
     check_microbatch_size(where, microbatch_size)
