@@ -16,7 +16,7 @@ from microbatch._accumulation import AccumulationType
 from microbatch._errors import MicrobatchError
 from microbatch._outputs import Part
 from microbatch._splitting import Split
-from microbatch.torch._accumulators import FoldOptions, make_fold
+from microbatch.torch._accumulators import Fold, FoldOptions, make_fold
 from microbatch.torch._gradient_sums import GradientSums
 from microbatch.torch._internals import own_hooks_only, transforms_active
 from microbatch.torch._rows import Place, row_counts
@@ -38,15 +38,19 @@ class Program:
     """``evaluate(index, leaves)`` over the microbatches of a schedule.
 
     Attributes:
+      schedule: which microbatches run, with their weights.
       evaluate: one microbatch: its leaves to its outputs, tensors both.
       places: per input, where a microbatch's rows are; None for what all microbatches share.
       real: per input, whether `evaluate` uses the tensor itself, wherever it is (a module's parameter), and not what it
         is given.
       outputs: the outputs, known once `evaluate` has run.
       options: of the folds.
-      around: entered around all microbatches.
       abstract: the outputs of a full microbatch as fake tensors, for where nothing runs.
+      where: opens the messages.
+      around: entered around all microbatches.
       differentiable: per output, whether a derivative goes through it, where that is known.
+      first: the outputs of the first microbatch, where they are known already; taken by `run`.
+      replaying: entered around the pullback's microbatches: what was drawn is drawn again, under the same autocast.
     """
 
     schedule: Schedule
@@ -60,9 +64,7 @@ class Program:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     differentiable: tuple[bool, ...] | None = None
     first: list[list[torch.Tensor]] = field(default_factory=list)
-    """The outputs of the first microbatch, where they are known already; taken by `run`."""
     replaying: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Entered around the pullback's microbatches: what was drawn is drawn again, under the same autocast."""
 
     def leaves(self, tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
         """The inputs of one microbatch: rows of what has rows, views."""
@@ -74,7 +76,8 @@ class Program:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The accumulated outputs, then the winners of MAX and MIN."""
-        folds, carries = [], []
+        folds: list[Fold] = []
+        carries: list[Any] = []
         with torch.no_grad(), self.around():
             for step in self.schedule.steps:
                 if self.first:
@@ -98,7 +101,7 @@ class Program:
             winners = [t for fold, carry in zip(folds, carries) for t in fold.winners(carry)]
             return [*results, *winners]
 
-    def folds(self, values: Sequence[torch.Tensor], rows: int) -> list[Any]:
+    def folds(self, values: Sequence[torch.Tensor], rows: int) -> list[Fold]:
         """The folds of the outputs, from the values of a microbatch of `rows` rows."""
         return [
             make_fold(
