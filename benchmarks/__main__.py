@@ -18,6 +18,7 @@ MODULES = {
     "gradient": "benchmarks.jax_gradient",
     "through": "benchmarks.jax_through",
     "per_example": "benchmarks.jax_per_example",
+    "engines": "benchmarks.jax_engines",
     "mapping": "benchmarks.jax_mapping",
     "growth": "benchmarks.jax_growth",
     "devices": "benchmarks.jax_devices",

@@ -22,14 +22,13 @@ MEAN = AccumulationType.MEAN
 
 def workloads() -> list[Workload]:
     """Three models, and the transformer with its layers in a scan."""
-    mlp, cnn, transformer = _mlp(), _cnn(), _transformer(stacked=False)
     return [
-        _workload("mlp", "MLP 4 × 512, 1,024 rows", mlp, 256, (32, 64), (1.2, 1.6, 1.3)),
-        _workload("cnn", "CNN, 256 images of 16 × 16", cnn, 16, (16, 32), (1.5, 2.5, 1.5)),
+        _workload("mlp", "MLP 4 × 512, 1,024 rows", _mlp(), 256, (32, 64), (1.2, 1.6, 1.3)),
+        _workload("cnn", "CNN, 256 images of 16 × 16", cnn(), 16, (16, 32), (1.5, 2.5, 1.5)),
         _workload(
             "transformer",
             "transformer, 2 layers, width 128, 64 rows of 64 tokens",
-            transformer,
+            transformer(stacked=False),
             8,
             (1, 8),
             (1.15, 1.6, 1.2),
@@ -125,7 +124,7 @@ def _workload(
 
 def _stacked_workload(size: int = 8) -> Workload:
     def step(stacked: bool) -> Any:
-        loss, params, batch = _transformer(stacked=stacked)
+        loss, params, batch = transformer(stacked=stacked)
         clip = micro_grad(
             loss,
             batch_argnums=(1, 2),
@@ -183,7 +182,7 @@ def _mlp(rows: int = 1024, width: int = 512, layers: int = 4) -> Model:
     return mlp_loss, params, batch
 
 
-def _cnn(rows: int = 256) -> Model:
+def cnn(rows: int = 256) -> Model:
     keys = iter(jax.random.split(jax.random.key(0), 6))
     normal = lambda *shape: jax.random.normal(next(keys), shape) * 0.05
     params = {
@@ -195,8 +194,9 @@ def _cnn(rows: int = 256) -> Model:
     return cnn_loss, params, (x, jax.random.randint(next(keys), (rows,), 0, 10))
 
 
-def _transformer(
+def transformer(
     stacked: bool,
+    tied: bool = False,
     rows: int = 64,
     tokens: int = 64,
     width: int = 128,
@@ -219,9 +219,10 @@ def _transformer(
     params: dict[str, Any] = {
         "tokens": normal(vocabulary, width),
         "positions": normal(tokens, width),
-        "out": normal(width, vocabulary),
         "layers": layer,
     }
+    if not tied:
+        params["out"] = normal(width, vocabulary)
     if not stacked:
         params["layers"] = [jax.tree.map(lambda a, i=i: a[i], layer) for i in range(layers)]
     x, y = (jax.random.randint(next(keys), (rows, tokens), 0, vocabulary) for _ in range(2))
@@ -235,7 +236,7 @@ def _transformer(
         else:
             for layer in params["layers"]:
                 h = one_layer(layer, h)
-        scores = jax.nn.log_softmax(h @ params["out"])
+        scores = jax.nn.log_softmax(h @ (params["tokens"].T if tied else params["out"]))
         return -jnp.mean(jnp.take_along_axis(scores, y[..., None], -1))
 
     return loss, params, (x, y)
