@@ -22,7 +22,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,18 +108,54 @@ class Checkpoint:
         _beside(self.path).unlink(missing_ok=True)
 
 
-def function_words(fun: Callable[..., Any]) -> str:
-    """`fun` as words that change when its program does: its name, and a digest of its code where it has one."""
+def function_words(fun: Callable[..., Any], seen: set[int] | None = None) -> str:
+    """`fun` as words that change when its program does: its name, and a digest of its code and of what it holds.
+
+    Of what a partial, a closure and defaults hold, numbers, strings and NumPy arrays count; the rest is not looked into.
+    Functions in `seen`, by their ids, are not looked into again: they may hold themselves.
+    """
+    words: list[str] = []
+    seen = set() if seen is None else seen
+    seen.add(id(fun))
+    held_words = functools.partial(_held_words, seen=seen)
     inner = fun
     while isinstance(inner, functools.partial):
+        words.append(held_words([*inner.args, *sorted(inner.keywords.items())]))
         inner = inner.func
     inner = inspect.unwrap(inner)
     code = getattr(inner if hasattr(inner, "__code__") else type(inner).__call__, "__code__", None)
     module = getattr(fun, "__module__", None) or type(fun).__module__
     name = getattr(fun, "__qualname__", None) or name_of(fun)
-    if not isinstance(code, CodeType):
+    if isinstance(code, CodeType):
+        words.append(_code_words(code))
+        words.append(held_words(getattr(inner, "__defaults__", None) or ()))
+        words.append(held_words(sorted((getattr(inner, "__kwdefaults__", None) or {}).items())))
+        words.append(held_words(_contents(inner)))
+    if not words:
         return f"{module}.{name}"
-    return f"{module}.{name} ({hashlib.sha256(_code_words(code).encode()).hexdigest()[:12]})"
+    return f"{module}.{name} ({hashlib.sha256(repr(words).encode()).hexdigest()[:12]})"
+
+
+def _contents(fun: Callable[..., Any]) -> list[Any]:
+    """What the closure of `fun` holds, but for names that are not bound yet."""
+    cells = getattr(fun, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != CellType()]
+
+
+def _held_words(values: Sequence[Any], seen: set[int]) -> str:
+    """Values that do not change while a function runs, by what they are; others by their places alone."""
+    words = []
+    for value in values:
+        if isinstance(value, tuple):
+            words.append(_held_words(value, seen))
+        elif isinstance(value, np.ndarray | np.generic):
+            words.append(leaves_digest([("", value)]))
+        elif isinstance(value, FunctionType | functools.partial):
+            words.append("" if id(value) in seen else function_words(value, seen))
+        else:
+            known = isinstance(value, bool | int | float | complex | str | bytes | None)
+            words.append(repr(value) if known else "")
+    return repr(words)
 
 
 def leaves_words(leaves: Sequence[tuple[str, Any]]) -> str:

@@ -1,5 +1,6 @@
 """What is written is what is read, in one step, for the fold that it belongs to."""
 
+import functools
 import json
 import os
 from types import SimpleNamespace
@@ -119,6 +120,21 @@ def test_words_change_with_the_program():
     assert function_words(one) != function_words(other)
     nested = lambda inner: eval(f"lambda x: (lambda y: y + {inner})(x)")
     assert function_words(nested(1)) != function_words(nested(2))
+
+    closed = lambda held: lambda x: x + held
+    kept = lambda held: functools.partial(lambda scale, x: scale * x, held)
+    given = lambda held: lambda x, scale=held: scale * x
+    through = lambda held: closed(closed(held))
+    for holding in (closed, kept, given, through):
+        for left, right in ((1, 2), ("a", "b"), (np.ones(2), np.zeros(2)), ((1, 2.0), (1, 3.0))):
+            assert function_words(holding(left)) == function_words(holding(left))
+            assert function_words(holding(left)) != function_words(holding(right))
+        assert function_words(holding([1])) == function_words(holding([2]))  # a log, perhaps
+
+    def itself(x):
+        return itself(x - 1) if x else x
+
+    assert function_words(itself) == function_words(itself)
 
     class Callable:
         def __call__(self, x):
