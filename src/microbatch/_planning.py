@@ -280,8 +280,9 @@ def _explain(plan: Plan, predict: Callable[[int], float], sizes: Sequence[int]) 
     elif plan.microbatch_size == plan.batch_size:
         parts.append(f"The whole batch of {rows(plan.batch_size)} fits: {needed} of {budget}.")
     else:
+        verb = "needs" if plan.microbatch_size == 1 else "need"
         parts.append(
-            f"{rows(plan.microbatch_size)} a microbatch ({plan.num_microbatches} microbatches) need "
+            f"{rows(plan.microbatch_size)} a microbatch ({plan.num_microbatches} microbatches) {verb} "
             f"{needed} of {budget}."
         )
     if not plan.helps and plan.microbatch_size is not None and len(sizes) > 1:
