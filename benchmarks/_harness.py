@@ -134,10 +134,14 @@ def growth_table(
 ) -> Table:
     """How the figures of several ways grow: a panel and a bar, where it is largest, for each figure in `limits`.
 
-    The first key of a record is what grows, the others are ``"way, figure"``.
+    The first key of a record is what grows, the others are ``"way, figure"``, and `time_columns`.
     """
     growing, *columns = records[0]
     last = records[-1]
+    reached = {
+        figure: last[f"{mine}, {figure}"] / last[f"{against}, {figure}"] for figure in limits
+    }
+    reached["s"] = last[f"{mine} / {against}"]
     subject = f"{mine}, {last[growing]:,} {growing},"
     return table_of(
         records,
@@ -146,10 +150,7 @@ def growth_table(
         x=growing,
         panels=tuple(tuple(c for c in columns if c.endswith(f", {f}")) for f in limits),
         bars=tuple(
-            (
-                Bar(subject, FIGURES[figure], limit, against),
-                last[f"{mine}, {figure}"] / last[f"{against}, {figure}"],
-            )
+            (Bar(subject, FIGURES[figure], limit, against), reached[figure])
             for figure, limit in limits.items()
         ),
         note=note,
@@ -195,6 +196,15 @@ def seconds_in_turn(runs: Mapping[str, Callable[[], Any]], rounds: int = 5) -> d
     """The median seconds of each of `runs`, which take turns."""
     times = times_in_turn(runs, rounds)
     return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def time_columns(
+    runs: Mapping[str, Callable[[], Any]], mine: str, against: str, rounds: int = 7
+) -> dict[str, float]:
+    """The median seconds of each of `runs`, and the median ratio of two of them, taken round by round."""
+    times = times_in_turn(runs, rounds)
+    seconds = {f"{name}, s": statistics.median(taken) for name, taken in times.items()}
+    return seconds | {f"{mine} / {against}": _ratio(times[mine], times[against])}
 
 
 def _row(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import microbatch.torch as mb
-from benchmarks._harness import Table, growth_table, seconds_in_turn
+from benchmarks._harness import Table, growth_table, time_columns
 from benchmarks._torch import Ways, contenders, whole_batch
 from benchmarks.torch_training import by_hand
 
@@ -51,10 +51,9 @@ def _grown(
     records = []
     for value, size, batch in cases:
         found = contenders(model, _loss, batch, _ways(size))
-        taken = seconds_in_turn({way.name: way.run for way in found})
         records.append(
             {growing: value}
-            | {f"{way}, s": s for way, s in taken.items()}
+            | time_columns({way.name: way.run for way in found}, MINE, HAND)
             | {f"{way.name}, MiB": way.memory_bytes / 2**20 for way in found}
         )
     return growth_table(
