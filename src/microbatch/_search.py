@@ -49,6 +49,11 @@ def sizes_of(where: str, rows: int, candidates: Any, *, remainder: bool) -> tupl
         )
     given = {check_size(where, "candidates", size) for size in candidates}
     usable = tuple(sorted(s for s in given if s <= rows and (remainder or rows % s == 0)))
+    if not usable and remainder:
+        raise PlanError(
+            f"{where}: all of candidates={tuple(sorted(given))!r} are larger than the batch of {rows} rows.\n"
+            "Give smaller sizes, or leave candidates out."
+        )
     if not usable:
         raise PlanError(
             f"{where}: none of candidates={tuple(sorted(given))!r} divides the batch of {rows} rows.\n"

@@ -449,9 +449,23 @@ def test_bad_options_are_refused():
     with pytest.raises(BudgetError, match="cannot be read"):
         plan(lambda x: x.sum(), memory_budget="much")(torch.ones(3))
     with pytest.raises(PlanError, match="divides the batch"):
-        plan(lambda x: x.sum(), candidates=(2,))(torch.ones(3))
+        plan(lambda x: x.sum(), candidates=(2,), remainder="error")(torch.ones(3))
+    with pytest.raises(PlanError, match="larger than the batch"):
+        plan(lambda x: x.sum(), candidates=(4, 5))(torch.ones(3))
     with pytest.raises(MicrobatchError, match="not an integer"):
         plan(lambda x: x.sum(), candidates=(2.0,))(torch.ones(3))
+
+
+def test_a_last_microbatch_may_be_smaller_where_it_may_be_in_the_call():
+    """As in `backward` without `argnums`, as in `microbatch` with them."""
+    model, batch = mlp()
+    loss = lambda x: model(x).square().mean()
+    prime = batch[:251]
+    whole = plan(loss, memory_budget="1GiB")(prime)
+    budget = whole.predicted_bytes - 1
+    found = plan(loss, memory_budget=budget)(prime)
+    assert (found.microbatch_size, found.num_microbatches) == (126, 2)
+    assert plan(loss, 0, memory_budget=budget)(prime).microbatch_size == 1
 
 
 def test_candidates_are_the_only_sizes():

@@ -12,6 +12,7 @@ from microbatch._checks import as_argnames, as_argnums, check_choice, locate, na
 from microbatch._errors import PlanError
 from microbatch._planning import Plan
 from microbatch._search import refuse_sizes, sizes_of
+from microbatch._splitting import Remainder
 from microbatch.torch._batch import batch_of
 from microbatch.torch._memory import agreed, device_of, plan_work
 from microbatch.torch._microbatch import microbatch
@@ -25,7 +26,7 @@ def plan(
     *,
     argnames: str | Sequence[str] = (),
     in_dims: Any = 0,
-    remainder: str = "error",
+    remainder: Remainder | None = None,
     memory_budget: int | str | None = None,
     time: bool = False,
     candidates: Sequence[int] | None = None,
@@ -56,8 +57,9 @@ def plan(
       accumulator: how outputs combine, as in `microbatch`.
       argnames: batch arguments that are passed by name.
       in_dims: the dimension with the rows, one for all or one per batch argument.
-      remainder: as in `microbatch`. With "allow" (which `backward` always does), sizes that leave a smaller last
-        microbatch are considered, too: the most even cut into each number of pieces.
+      remainder: as in `microbatch`, and its default where `argnums` or `argnames` are given; without them "allow", as in
+        `backward`. With "allow", sizes that leave a smaller last microbatch are considered, too: the most even cut into
+        each number of pieces.
       memory_budget: bytes, ``"12GiB"``, or ``"80%"`` of the device's total memory; by default 0.9 of it. Of what happens
         to be free nothing depends, so that two runs choose alike.
       time: also measure seconds, on the real tensors, of at most five sizes that fit, and choose the fastest.
@@ -87,15 +89,18 @@ def plan(
     """
     where = f"plan({name_of(fun)})"
     refuse_sizes(where, options)
+    is_for_backward = argnums is None and not argnames
+    if remainder is None:
+        remainder = "allow" if is_for_backward else "error"
     check_choice(where, "remainder", remainder, ("error", "allow"))
     _check_optimizer(where, optimizer)
     options |= {"argnames": argnames, "in_dims": in_dims, "remainder": remainder}
     options |= {"accumulator_dtype": accumulator_dtype}
     # Refuses what is wrong before there is a call.
-    if argnums is not None or argnames:
-        microbatch(fun, () if argnums is None else argnums, 1, accumulator, **options)
-    else:
+    if is_for_backward:
         inspect.signature(microbatch).bind(fun, argnums, 1, accumulator, **options)
+    else:
+        microbatch(fun, () if argnums is None else argnums, 1, accumulator, **options)
     concat = as_accumulator(accumulator) is AccumulationType.CONCAT
 
     def planned(*args: Any, **kwargs: Any) -> Plan:
