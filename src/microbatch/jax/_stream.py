@@ -81,7 +81,7 @@ def accumulate(
     a scalar, CONCAT  ``[number of microbatches]``
     ================  ================================================================
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> stream = [(jnp.array([1.0, 2.0]),), (jnp.array([6.0]),)]
     >>> mean = accumulate(lambda scale, x: scale * x.mean(), AccumulationType.MEAN)
     >>> float(mean(10.0, microbatches=stream))
