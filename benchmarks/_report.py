@@ -128,29 +128,47 @@ def _origin(result: dict[str, Any]) -> str:
     return f"Machine: {result['machine']}. Versions: {versions}."
 
 
+# Narrow enough to be read where a page shows them.
+FIGURE_INCHES = 8.5
+
+
 def _figure(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Two panels, time and memory relative to the reference, on a logarithmic axis."""
+    """A line per contender below the name of its workload: time and memory relative to the reference."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib.figure import Figure
 
-    labels, times, memory = [], [], []
-    for result in reversed(results):
-        for row in reversed(result["rows"]):
-            labels.append(f"{result['name']}: {row['name']}")
-            times.append(row["ratio"])
-            memory.append(row["memory_ratio"])
-    figure = Figure(figsize=(11, 1.5 + 0.24 * len(labels)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, values, title in ((left, times, "time"), (right, memory, "peak memory")):
-        known = [1.0 if value is None else value for value in values]
-        axes.barh(range(len(labels)), [v - 1 for v in known], left=1, color="#4477aa", height=0.6)
-        axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_xscale("log")
-        axes.set_title(f"{title} relative to the reference")
-        axes.grid(axis="x", alpha=0.3)
-    left.set_yticks(range(len(labels)), labels, fontsize=8)
+    labels, points = [], []
+    for result in results:
+        labels.append(result["name"])
+        points.append(None)
+        for row in result["rows"]:
+            labels.append(row["name"])
+            points.append((row["ratio"], row["memory_ratio"]))
+    figure = Figure(figsize=(FIGURE_INCHES, 1 + 0.2 * len(labels)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(1, color="black", linewidth=0.8)
+    styles = (("time", "o", "#4477aa"), ("peak memory", "D", "#cc6677"))
+    for which, (name, marker, colour) in enumerate(styles):
+        known = [(p[which], y) for y, p in enumerate(points) if p and p[which] is not None]
+        values, heights = zip(*known, strict=True)
+        axes.scatter(values, heights, s=22, marker=marker, color=colour, label=name, zorder=3)
+    axes.set_xscale("log")
+    ticks = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300]
+    least, most = axes.get_xlim()
+    axes.set_xticks([t for t in ticks if least <= t <= most])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} ×")
+    axes.minorticks_off()
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    for tick, point in zip(axes.get_yticklabels(), points, strict=True):
+        if point is None:
+            tick.set_fontweight("bold")
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(alpha=0.3)
+    axes.set_title("relative to the reference of each workload; left is better", fontsize=10)
+    axes.legend(loc="upper right", fontsize=8)
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -163,24 +181,23 @@ def _growth_figure(tables: Sequence[dict[str, Any]], path: Path) -> None:
 
     if not tables:
         return
-    widest = max(len(table["panels"]) for table in tables)
-    figure = Figure(figsize=(5.5 * widest, 3.6 * len(tables)), layout="constrained")
-    for table, part in zip(
-        tables, figure.subfigures(len(tables), squeeze=False)[:, 0], strict=True
-    ):
-        part.suptitle(table["title"], fontsize=10)
-        column = lambda name, table=table: [
-            row[table["columns"].index(name)] for row in table["rows"]
-        ]
-        axes_in_line = part.subplots(1, widest, squeeze=False)[0]
-        for axes in axes_in_line[len(table["panels"]) :]:
-            axes.remove()
-        for axes, panel in zip(axes_in_line, table["panels"], strict=False):
-            for name in panel:
-                axes.loglog(column(table["x"]), column(name), marker="o", markersize=3, label=name)
-            axes.set_xlabel(table["x"])
+    figure = Figure(figsize=(FIGURE_INCHES, 3 * len(tables)), layout="constrained")
+    parts = figure.subfigures(len(tables), squeeze=False)[:, 0]
+    for table, part in zip(tables, parts, strict=True):
+        part.suptitle(table["title"], fontsize=9)
+        values = {
+            name: [row[i] for row in table["rows"]] for i, name in enumerate(table["columns"])
+        }
+        panels = part.subplots(1, len(table["panels"]), squeeze=False)[0]
+        for axes, columns in zip(panels, table["panels"], strict=True):
+            for column in columns:
+                way, _, figure_name = column.rpartition(", ")
+                axes.loglog(values[table["x"]], values[column], marker="o", markersize=3, label=way)
+            axes.set_title(figure_name, fontsize=8)
+            axes.set_xlabel(table["x"], fontsize=8)
+            axes.tick_params(labelsize=7)
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=7)
+        panels[0].legend(fontsize=6)
     figure.savefig(path, metadata={"Date": None})
 
 
