@@ -104,6 +104,34 @@ def test_the_norm_of_complex_gradients_is_real():
     torch.testing.assert_close(clipped["w"], torch.tensor([0.3 + 0.4j, 0.0]))
 
 
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_squares_are_added_up_as_in_float64(size, dtype):
+    leaf = torch.randn(3, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    exact = leaf.to(torch.complex128).abs().square().sum(1).numpy()
+    found = torch.func.vmap(lambda row: squared_norm([row]))(leaf)
+    np.testing.assert_allclose(found.double(), exact, rtol=3e-7)
+    np.testing.assert_allclose([squared_norm(row).item() for row in leaf], exact, rtol=3e-7)
+
+
+def test_squares_have_every_derivative():
+    """At zero, too, where a norm has none."""
+    x = torch.cat([torch.zeros(1024), torch.randn(3)]).double()
+    func = torch.func
+    torch.testing.assert_close(func.grad(squared_norm)(x), 2 * x)
+    torch.testing.assert_close(func.jvp(squared_norm, (x,), (x,))[1], 2 * (x * x).sum())
+    product = func.grad(lambda x: func.grad(squared_norm)(x) @ x.detach())
+    torch.testing.assert_close(product(x), 2 * x)
+    identity = func.vmap(lambda t: func.jvp(func.grad(squared_norm), (x,), (t,))[1])(
+        torch.eye(1027).double()
+    )
+    torch.testing.assert_close(identity, 2 * torch.eye(1027).double())
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(squared_norm(leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), leaf)
+    torch.testing.assert_close(second, torch.full_like(x, 2))
+
+
 def test_bounds_zero_and_infinity():
     gradient = {"w": torch.tensor([3.0, 4.0])}
     assert clip_by_global_norm(0)(gradient)["w"].tolist() == [0.0, 0.0]

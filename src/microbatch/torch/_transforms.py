@@ -20,19 +20,52 @@ def squared_norm(tree: Any) -> torch.Tensor:
     >>> squared_norm({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0)}).item()
     25.0
     """
-    squares = []
-    for _, leaf in leaves_with_paths(tree):
-        leaf = leaf.to(carry_dtype(leaf.dtype, None))
-        squares.append(
-            (leaf * leaf.conj()).real.sum() if leaf.is_complex() else leaf.square().sum()
-        )
+    squares = [_sum_of_squares(leaf) for _, leaf in leaves_with_paths(tree)]
     return torch.stack(squares).sum() if squares else torch.zeros(())
+
+
+def _sum_of_squares(leaf: torch.Tensor) -> torch.Tensor:
+    wide = leaf.to(carry_dtype(leaf.dtype, None))
+    entries = (torch.view_as_real(wide) if wide.is_complex() else wide).reshape(-1)
+    return _SumOfSquares.apply(entries)
+
+
+class _SumOfSquares(torch.autograd.Function):
+    """``x.square().sum()`` of a vector, without an array of squares.
+
+    In short pieces: the norm of a long vector loses digits on a CPU.
+    """
+
+    PIECE = 128
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        whole = len(x) - len(x) % _SumOfSquares.PIECE
+        pieces = x[:whole].view(-1, _SumOfSquares.PIECE)
+        norm = torch.linalg.vector_norm
+        return norm(pieces, dim=1).square().sum() + norm(x[whole:]).square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * cotangent * x
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * (x * tangent).sum()
 
 
 def global_norm(tree: Any) -> torch.Tensor:
     """The Euclidean norm over all entries of a tree of tensors, accurate enough to decide a clipping: ``[]``.
 
-    A sum of squares, in float32 or wider: on a CPU, `torch.linalg.vector_norm` of two million float32 entries was seen
+    A sum of squares in short pieces, in float32 or wider: on a CPU, `torch.linalg.vector_norm` of two million float32 entries was seen
     3e-5 too low, this one 2e-8 off.
 
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([0.0, 4.0])}).item()
