@@ -52,13 +52,13 @@ class _SumOfSquares(torch.autograd.Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> torch.Tensor:
+        (x,), (cotangent,) = ctx.saved_tensors, cotangents
         return 2 * cotangent * x
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
+        (x,), (tangent,) = ctx.saved_tensors, tangents
         return 2 * (x * tangent).sum()
 
 
