@@ -49,7 +49,7 @@ class Workload:
     reference: str
     contenders: tuple[Contender, ...]
     bars: tuple[Bar, ...] = ()
-    rounds: int = 7
+    rounds: int = 15
 
 
 @dataclass(frozen=True)

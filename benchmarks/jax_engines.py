@@ -51,7 +51,7 @@ def _measured(name: str, model: Model) -> dict[str, Any]:
     run = lambda program: jax.block_until_ready(program(*args))
     made = compiled_in_turn(ways, args, 1)
     runs = {way: functools.partial(run, program) for way, (program, _) in made.items()}
-    seconds = seconds_in_turn(runs, rounds=7)
+    seconds = seconds_in_turn(runs, rounds=9)
     better = min(seconds["factored"], seconds["vmap"])
     return (
         {"model": name}

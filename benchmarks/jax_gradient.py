@@ -60,7 +60,6 @@ def _mlp(rows: int = 4096, size: int = 256, width: int = 512, layers: int = 4) -
             Bar("… recompute", "time", 1.6, "scan by hand"),
             Bar("… recompute", "memory", 1.05, "scan by hand"),
         ),
-        rounds=9,
     )
 
 

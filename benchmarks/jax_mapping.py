@@ -53,7 +53,6 @@ def _map(sets: int = 2048, points: int = 64, size: int = 64) -> Workload:
             Bar("micro_vmap", "time", 1.05, "lax.map(batch_size=)"),
             Bar("micro_vmap", "memory", 1.01, "lax.map(batch_size=)"),
         ),
-        rounds=5,
     )
 
 
@@ -76,7 +75,6 @@ def _mean(sets: int = 2048, points: int = 64, size: int = 64) -> Workload:
             Bar("micro_vmap, MEAN", "time", 1.05, "lax.map(batch_size=)"),
             Bar("micro_vmap, MEAN", "memory", 1.01, "lax.map(batch_size=)"),
         ),
-        rounds=5,
     )
 
 
@@ -100,7 +98,6 @@ def _gradient(sets: int = 1024, points: int = 64, size: int = 64) -> Workload:
             Bar("micro_vmap", "time", 1.05, checkpointed),
             Bar("micro_vmap", "memory", 1.05, checkpointed),
         ),
-        rounds=5,
     )
 
 
@@ -140,5 +137,4 @@ def _jacobian(width: int = 512, hidden: int = 2048, size: int = 32) -> Workload:
             Bar("micro_vmap", "time", 1.05, "lax.map(batch_size=)"),
             Bar("micro_vmap", "memory", 1.01, "lax.map(batch_size=)"),
         ),
-        rounds=5,
     )

@@ -118,7 +118,7 @@ def _workload(
             Bar(clip, "memory", limits[2], "plain gradient"),
             Bar(clip, "time", faster, peer),
         ),
-        rounds=3,
+        rounds=7,
     )
 
 
@@ -147,7 +147,6 @@ def _stacked_workload(size: int = 8) -> Workload:
             *contenders({names[1]: scanned}, stacked_args),
         ),
         bars=(Bar(names[1], "time", 1.1, names[0]),),
-        rounds=3,
     )
 
 

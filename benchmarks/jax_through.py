@@ -64,7 +64,6 @@ def _contrastive(rows: int = 2048, size: int = 64, width: int = 512, layers: int
             Bar("microbatch(encode, CONCAT)", "time", 1.05, "gradient cache by hand"),
             Bar("microbatch(encode, CONCAT)", "memory", 1.05, "gradient cache by hand"),
         ),
-        rounds=5,
     )
 
 

@@ -91,7 +91,7 @@ def _workload(
             Bar("micro_grad", "time", 1.0, "Opacus, hooks"),
             Bar("micro_grad", "time", 1.0, "Opacus, ghost clipping"),
         ),
-        rounds=3,
+        rounds=7,
     )
 
 
@@ -274,5 +274,5 @@ def _checkpointed(
             Bar("backward", "time", 1.0, f"checkpoint, {segments} segments"),
             Bar("backward", "memory", 1.0, f"checkpoint, {segments} segments"),
         ),
-        rounds=5,
+        rounds=9,
     )

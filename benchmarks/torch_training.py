@@ -86,7 +86,7 @@ def _gpt(rows: int = 64, size: int = 4, tokens: int = 128, vocabulary: int = 819
             GPT(256, 4, vocabulary), token_loss, (ids, ids), _usual_ways(rows, size)
         ),
         bars=_usual_bars(),
-        rounds=3,
+        rounds=7,
     )
 
 
