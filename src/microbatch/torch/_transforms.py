@@ -14,6 +14,9 @@ from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._tensors import carry_dtype
 
 
+MANY = 2**17
+
+
 def squared_norm(tree: Any) -> torch.Tensor:
     """The sum of squares of all entries of a tree of tensors, in float32 or wider: ``[]``.
 
@@ -27,7 +30,8 @@ def squared_norm(tree: Any) -> torch.Tensor:
 def _sum_of_squares(leaf: torch.Tensor) -> torch.Tensor:
     wide = leaf.to(carry_dtype(leaf.dtype, None))
     entries = (torch.view_as_real(wide) if wide.is_complex() else wide).reshape(-1)
-    return _SumOfSquares.apply(entries)
+    # Few squares cost less than a function of one's own costs under `torch.func`.
+    return _SumOfSquares.apply(entries) if len(entries) >= MANY else entries.square().sum()
 
 
 class _SumOfSquares(torch.autograd.Function):
