@@ -13,7 +13,6 @@ from microbatch._errors import MicrobatchError
 from microbatch._trees import leaves_with_paths, map_leaves
 from microbatch.torch._tensors import carry_dtype
 
-
 MANY = 2**17
 
 
