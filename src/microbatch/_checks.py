@@ -5,6 +5,7 @@ Every function takes `where`, the words that open the message: ``"microbatch(los
 
 import inspect
 import math
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -61,6 +62,15 @@ def check_size(where: str, name: str, value: Any) -> int:
     if size < 1:
         raise MicrobatchSizeError(f"{where}: {name}={size} is not positive.\nUse 1 or more.")
     return size
+
+
+def check_norm(where: str, name: str, value: float) -> float:
+    """`value` as a bound on a norm: a Python number that is not negative; infinity bounds nothing."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not value >= 0:
+        raise MicrobatchError(
+            f"{where}: {name}={value!r} is not a number that is at least 0.\nUse {where}(1.0)."
+        )
+    return float(value)
 
 
 def check_weight(where: str, weight: float, index: int) -> float:

@@ -1,16 +1,18 @@
 """Ready `transform_fn`s and statistics for `micro_grad`: clipping, moments, and the gradient noise scale."""
 
-import dataclasses
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from microbatch._checks import check_size
-from microbatch._errors import MicrobatchError
+from microbatch._checks import check_norm
+from microbatch._noise import NoiseScale, check_groups, unbiased
+
+jax.tree_util.register_dataclass(
+    NoiseScale, data_fields=["value", "squared_norm", "variance"], meta_fields=["defined"]
+)
 
 
 def squared_norm(tree: Any) -> jax.Array:
@@ -61,12 +63,7 @@ def clip_by_global_norm(max_norm: float) -> Callable[[Any], Any]:
     >>> [round(float(x), 3) for x in (*clipped["w"], clipped["b"])]
     [0.6, 0.0, 0.8]
     """
-    if not isinstance(max_norm, numbers.Real) or isinstance(max_norm, bool) or not max_norm >= 0:
-        raise MicrobatchError(
-            f"clip_by_global_norm: max_norm={max_norm!r} is not a number that is at least 0.\n"
-            "Use clip_by_global_norm(1.0)."
-        )
-    bound = float(max_norm)
+    bound = check_norm("clip_by_global_norm", "max_norm", max_norm)
 
     def transform_fn(gradient: Any) -> Any:
         if math.isinf(bound):
@@ -99,29 +96,6 @@ def per_example_moments() -> Callable[[Any], tuple[Any, Any]]:
     ([3.0, -1.0], [9.0, 1.0])
     """
     return lambda gradient: (gradient, jax.tree.map(jnp.square, gradient))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class NoiseScale:
-    """What `noise_scale` estimates.
-
-    Attributes:
-      value: the noise scale in examples ``[]``; nan if it is undefined, infinite if the noise hides the gradient.
-      squared_norm: of the true gradient, an unbiased estimate ``[]``; it may be negative.
-      variance: the trace of the covariance of one example's gradient, an unbiased estimate ``[]``.
-      defined: False for a single group, from which noise cannot be told.
-    """
-
-    value: jax.Array
-    squared_norm: jax.Array
-    variance: jax.Array
-    defined: bool = dataclasses.field(metadata={"static": True})
-
-    def __str__(self) -> str:
-        if not self.defined:
-            return "undefined: one group of examples says nothing about noise; use two or more microbatches"
-        return f"{self.value:.6g} examples"
 
 
 def noise_scale(mean_gradient: Any, squared_norms: jax.Array, group_size: int = 1) -> NoiseScale:
@@ -167,20 +141,13 @@ def noise_scale(mean_gradient: Any, squared_norms: jax.Array, group_size: int = 
     undefined: one group of examples says nothing about noise; use two or more microbatches
     """
     squared_norms = jnp.asarray(squared_norms)
-    if squared_norms.ndim != 1 or squared_norms.shape[0] == 0:
-        raise MicrobatchError(
-            f"noise_scale: squared_norms has shape {squared_norms.shape}, not one number per group.\n"
-            "Pass the [n] squared norms of the n groups, for example aux.metrics of metrics_fn=squared_norm."
-        )
-    group_size = check_size("noise_scale", "group_size", group_size)
+    group_size = check_groups(squared_norms, group_size)
     groups = squared_norms.shape[0]
     if groups == 1:
         nan = jnp.full((), jnp.nan, squared_norms.dtype)
         return NoiseScale(nan, nan, nan, defined=False)
-    small_batch, big_batch = group_size, groups * group_size
     small, big = jnp.mean(squared_norms), squared_norm(mean_gradient)
-    squared = (big_batch * big - small_batch * small) / (big_batch - small_batch)
-    variance = (small - big) / (1 / small_batch - 1 / big_batch)
+    squared, variance = unbiased(big, small, group_size, groups)
     hidden = squared <= 0
     value = jnp.where(hidden, jnp.inf, variance / jnp.where(hidden, 1, squared))
     return NoiseScale(value, squared, variance, defined=True)
