@@ -132,13 +132,17 @@ def _origin(result: dict[str, Any]) -> str:
 FIGURE_INCHES = 8.5
 
 
-def _figure(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """A line per contender below the name of its workload: time and memory relative to the reference."""
+def _blank(height_inches: float) -> Any:
     import matplotlib
-
-    matplotlib.use("svg")
     from matplotlib.figure import Figure
 
+    # The same results give the same file.
+    matplotlib.rcParams["svg.hashsalt"] = "microbatch"
+    return Figure(figsize=(FIGURE_INCHES, height_inches), layout="constrained")
+
+
+def _figure(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """A line per contender below the name of its workload: time and memory relative to the reference."""
     labels, points = [], []
     for result in results:
         labels.append(result["name"])
@@ -146,7 +150,7 @@ def _figure(results: Sequence[dict[str, Any]], path: Path) -> None:
         for row in result["rows"]:
             labels.append(row["name"])
             points.append((row["ratio"], row["memory_ratio"]))
-    figure = Figure(figsize=(FIGURE_INCHES, 1 + 0.2 * len(labels)), layout="constrained")
+    figure = _blank(1 + 0.2 * len(labels))
     axes = figure.subplots()
     axes.axvline(1, color="black", linewidth=0.8)
     styles = (("time", "o", "#4477aa"), ("peak memory", "D", "#cc6677"))
@@ -174,14 +178,9 @@ def _figure(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _growth_figure(tables: Sequence[dict[str, Any]], path: Path) -> None:
     """One line of panels a table: its curves, on logarithmic axes."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib.figure import Figure
-
     if not tables:
         return
-    figure = Figure(figsize=(FIGURE_INCHES, 3 * len(tables)), layout="constrained")
+    figure = _blank(3 * len(tables))
     parts = figure.subfigures(len(tables), squeeze=False)[:, 0]
     for table, part in zip(tables, parts, strict=True):
         part.suptitle(table["title"], fontsize=9)
