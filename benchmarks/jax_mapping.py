@@ -41,6 +41,13 @@ def _ways(size: int) -> dict[str, Callable[..., Any]]:
     }
 
 
+def _usual_bars(mine: str) -> tuple[Bar, ...]:
+    return (
+        Bar(mine, "time", 1.05, "lax.map(batch_size=)"),
+        Bar(mine, "memory", 1.01, "lax.map(batch_size=)"),
+    )
+
+
 def _map(sets: int = 2048, points: int = 64, size: int = 64) -> Workload:
     args = _problem(sets, points)
     ways = _ways(size)
@@ -49,10 +56,7 @@ def _map(sets: int = 2048, points: int = 64, size: int = 64) -> Workload:
         title=f"JAX: all pairs of {points} points in {sets:,} sets, {size} sets a microbatch",
         reference="lax.map(batch_size=)",
         contenders=contenders(ways, args, in_float64(ways["vmap"], *args)),
-        bars=(
-            Bar("micro_vmap", "time", 1.05, "lax.map(batch_size=)"),
-            Bar("micro_vmap", "memory", 1.01, "lax.map(batch_size=)"),
-        ),
+        bars=_usual_bars("micro_vmap"),
     )
 
 
@@ -71,10 +75,7 @@ def _mean(sets: int = 2048, points: int = 64, size: int = 64) -> Workload:
         title=f"JAX: the mean over the sets of the same, {size} sets a microbatch",
         reference="lax.map(batch_size=)",
         contenders=contenders(ways, args, in_float64(ways["vmap"], *args)),
-        bars=(
-            Bar("micro_vmap, MEAN", "time", 1.05, "lax.map(batch_size=)"),
-            Bar("micro_vmap, MEAN", "memory", 1.01, "lax.map(batch_size=)"),
-        ),
+        bars=_usual_bars("micro_vmap, MEAN"),
     )
 
 
@@ -133,8 +134,5 @@ def _jacobian(width: int = 512, hidden: int = 2048, size: int = 32) -> Workload:
             (x,),
             in_float64(jax.jacfwd(network), x),
         ),
-        bars=(
-            Bar("micro_vmap", "time", 1.05, "lax.map(batch_size=)"),
-            Bar("micro_vmap", "memory", 1.01, "lax.map(batch_size=)"),
-        ),
+        bars=_usual_bars("micro_vmap"),
     )

@@ -1,6 +1,7 @@
 """Trees of dicts, lists, tuples, named tuples and None, without a framework."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -33,6 +34,16 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         map_leaves(fn, child, *more) for (_, child), *more in zip(children, *others, strict=True)
     ]
     return _rebuild(tree, mapped)
+
+
+def map_numbered_leaves(fn: Callable[[int, Any], Any], tree: Any) -> Any:
+    """`tree` with ``fn(number, leaf)`` in place of each leaf; they are numbered in order, from 0.
+
+    >>> map_numbered_leaves(lambda number, leaf: (number, leaf), ["a", {"x": "b"}])
+    [(0, 'a'), {'x': (1, 'b')}]
+    """
+    numbers = itertools.count()
+    return map_leaves(lambda leaf: fn(next(numbers), leaf), tree)
 
 
 def map_prefix(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from microbatch._checks import Leaf, Slot, batch_size_of
-from microbatch._trees import leaves_with_paths, map_leaves, map_prefix
+from microbatch._trees import leaves_with_paths, map_numbered_leaves, map_prefix
 from microbatch.torch._batch import refuse_uncuttable
 from microbatch.torch._rows import take
 
@@ -28,22 +28,27 @@ class Arguments(NamedTuple):
     batch_size: int
     subject: str
 
-    def cut(self, rows: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of one microbatch; everything without rows is passed through untouched."""
+    @property
+    def axes(self) -> dict[int | str, dict[int, int]]:
+        """By argument, and by the number of its leaf, the axis of the rows."""
         axes: dict[int | str, dict[int, int]] = {}
         for found in self.rows:
             axes.setdefault(found.key, {})[found.leaf] = found.axis
+        return axes
+
+    def cut(self, rows: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one microbatch; everything without rows is passed through untouched."""
+        axes = self.axes
 
         def cut_argument(key: int | str, value: Any) -> Any:
             if key not in axes:
                 return value
-            count = iter(range(1 << 62))
 
-            def cut_leaf(leaf: Any) -> Any:
-                axis = axes[key].get(next(count))
+            def cut_leaf(number: int, leaf: Any) -> Any:
+                axis = axes[key].get(number)
                 return leaf if axis is None else take(leaf, axis, rows)
 
-            return map_leaves(cut_leaf, value)
+            return map_numbered_leaves(cut_leaf, value)
 
         args = tuple(cut_argument(i, value) for i, value in enumerate(self.args))
         return args, {name: cut_argument(name, value) for name, value in self.kwargs.items()}

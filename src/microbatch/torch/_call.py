@@ -10,7 +10,7 @@ from torch import nn
 from microbatch._accumulation import AccumulationType, Carry
 from microbatch._errors import AccumulatorError, MicrobatchError
 from microbatch._outputs import refuse_extremes
-from microbatch._trees import leaves_with_paths, map_leaves
+from microbatch._trees import leaves_with_paths, map_leaves, map_numbered_leaves
 from microbatch.torch._accumulators import FoldOptions
 from microbatch.torch._arguments import Arguments
 from microbatch.torch._autocast import Autocast, fresh_casts, restored
@@ -348,12 +348,7 @@ class Call:
                 return value
             if isinstance(value, torch.Tensor):
                 return new[key][0]
-            count = iter(range(1 << 62))
-
-            def place(leaf: Any) -> Any:
-                return new[key].get(next(count), leaf)
-
-            return map_leaves(place, value)
+            return map_numbered_leaves(new[key].get, value)
 
         args = tuple(argument(i, value) for i, value in enumerate(self._arguments.args))
         kwargs = {name: argument(name, value) for name, value in self._arguments.kwargs.items()}

@@ -29,7 +29,6 @@ from microbatch._search import (
     line_through,
     predictor,
     search,
-    sizes_of,
 )
 from microbatch.torch._batch import Batch
 from microbatch.torch._discovery import discover
@@ -81,9 +80,9 @@ def resolve_auto(
     )
 
     allow = remainder == "allow"
-    make = lambda: plan_work(work, name_of(fun), memory_budget, remainder=allow)
     sizes = candidate_sizes(max(batch.batch_size, 1), remainder=allow)
-    found = agreed(lambda: _plans.get(key, make), sizes, place, process_group)
+    make = lambda: plan_work(work, name_of(fun), memory_budget, sizes, remainder=allow)
+    found = agreed(lambda: (_plans.get(key, make), sizes), place, process_group)
     if found.microbatch_size is None:
         raise BudgetError(
             f"{where}: {found.explanation}\nRaise memory_budget, or give microbatch_size a number."
@@ -106,20 +105,19 @@ def plan_work(
     work: Work,
     name: str,
     memory_budget: int | str | None,
+    sizes: Sequence[int],
     *,
     remainder: bool,
     time: bool = False,
-    candidates: Sequence[int] | None = None,
     probe: bool = False,
 ) -> Plan:
-    """This process's plan; with `time` and `probe` it runs the work."""
+    """This process's plan among `sizes`; with `time` and `probe` it runs the work."""
     budget = device_budget(memory_budget, work.device, work.where)
     rows = work.batch.batch_size
     if rows < 1:
         raise PlanError(
             f"{work.where}: the batch has no rows.\nPlan with a batch of the size to be used."
         )
-    sizes = sizes_of(work.where, rows, candidates, remainder=remainder)
     if probe:
         found = _probe_really(work, sizes, budget.bytes)
     else:
@@ -143,14 +141,14 @@ def plan_work(
 
 
 def agreed(
-    make: Callable[[], Plan], sizes: Sequence[int], device: torch.device, group: Any
+    make: Callable[[], tuple[Plan, Sequence[int]]], device: torch.device, group: Any
 ) -> Plan:
-    """This process's plan with a size that all processes can hold; every process must call this.
+    """This process's plan, one of the sizes made with it, lowered to what all processes can hold; each must call this.
 
     One whose plan fails takes part as well, or the others would wait for it.
     """
     try:
-        own = make()
+        own, sizes = make()
     except MicrobatchError:
         _smallest(0, device, group)
         raise

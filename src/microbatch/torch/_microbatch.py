@@ -26,7 +26,7 @@ from microbatch._checks import (
 from microbatch._errors import MicrobatchError, MicrobatchSizeError
 from microbatch._outputs import canonical
 from microbatch._splitting import Order, Remainder, make_split
-from microbatch._trees import leaves_with_paths, map_leaves
+from microbatch._trees import leaves_with_paths, map_leaves, map_numbered_leaves
 from microbatch.torch._accumulators import FoldOptions
 from microbatch.torch._arguments import Arguments, arguments_of
 from microbatch.torch._batch import NOT_SPLIT, Batch
@@ -330,9 +330,7 @@ def run(
 
 def _resolved(settings: Settings, fun: Callable[..., Any], arguments: Arguments) -> Any:
     """The size that a plan finds for ``microbatch_size="auto"``."""
-    axes: dict[int | str, dict[int, int]] = {}
-    for rows in arguments.rows:
-        axes.setdefault(rows.key, {})[rows.leaf] = rows.axis
+    axes = arguments.axes
     names = tuple(arguments.kwargs)
     count = len(arguments.args)
 
@@ -340,8 +338,8 @@ def _resolved(settings: Settings, fun: Callable[..., Any], arguments: Arguments)
         return fun(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     def dims_of(key: int | str, value: Any) -> Any:
-        numbers = iter(range(1 << 62))
-        return map_leaves(lambda _: axes.get(key, {}).get(next(numbers), NOT_SPLIT), value)
+        found = axes.get(key, {})
+        return map_numbered_leaves(lambda number, _: found.get(number, NOT_SPLIT), value)
 
     keys = (*range(count), *names)
     values = (*arguments.args, *arguments.kwargs.values())

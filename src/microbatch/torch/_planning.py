@@ -108,23 +108,16 @@ def plan(
         batch = batch_of(where, target, values, dims)
         place = torch.device(device) if device is not None else device_of(fun, (args, kwargs))
         work = Work(where, target, batch, concat, backward, optimizer, accumulator_dtype, place)
-        sizes: list[int] = []
+        allow = remainder == "allow"
 
-        def make() -> Plan:
-            sizes.extend(
-                sizes_of(where, batch.batch_size, candidates, remainder=remainder == "allow")
+        def make() -> tuple[Plan, Sequence[int]]:
+            sizes = sizes_of(where, batch.batch_size, candidates, remainder=allow)
+            own = plan_work(
+                work, name_of(fun), memory_budget, sizes, remainder=allow, time=time, probe=probe
             )
-            return plan_work(
-                work,
-                name_of(fun),
-                memory_budget,
-                remainder=remainder == "allow",
-                time=time,
-                candidates=candidates,
-                probe=probe,
-            )
+            return own, sizes
 
-        return agreed(make, sizes, place, process_group)
+        return agreed(make, place, process_group)
 
     return planned
 
